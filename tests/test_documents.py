@@ -51,10 +51,6 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
     assert result.returncode == 0, f"{page}:\n{result.stdout}\n{result.stderr}"
 
 
-def test_a_page_whose_code_is_wrong_is_found(tmp_path: Path):
-    assert run(EIGHT_DEVICES + "assert jax.device_count() == 7", tmp_path).returncode != 0
-
-
 # A block of code, or the rows of a table of code side by side.
 SIDES = re.compile(
     rf"{CODE.pattern}|^\| you write \| here \|\n\|---\|---\|\n((?:\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL

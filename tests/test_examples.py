@@ -30,25 +30,20 @@ def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
     assert "on a 2 x 4 mesh, and equals that of one device" in result.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("spread", "why"),
-    [
-        ([4.0, 1.0002], "differ from those of one device by 2.0e-04"),
-        ([4.0, float("nan")], "differ from those of one device by nan"),
-        ([4.0, 1.0], None),
-    ],
-    ids=["other", "nan", "equal"],
-)
-def test_losses_that_differ_end_with_status_1(spread: list[float], why: str | None):
-    result = run("-c", f"nan = float('nan'); import training; print(training.judge('it', [4.0, 1.0], {spread}))")
-    assert result.returncode == (1 if why else 0)
-    assert (why or "the loss falls from 4.0000 to 1.0000") in result.stdout + result.stderr
-
-
-def test_a_loss_that_does_not_fall_ends_with_status_1():
-    result = run("-c", "import training; training.judge('it', [4.0, 1.4], [4.0, 1.4])")
-    assert result.returncode == 1
-    assert "the loss ends at 1.4000, not below 1.3863" in result.stderr
+def test_losses_that_differ_or_do_not_fall_end_with_status_1():
+    code = """
+import training
+print(training.judge("it", [4.0, 1.0], [4.0, 1.0]))
+for one, spread in (([4.0, 1.0], [4.0, 1.0002]), ([4.0, 1.0], [4.0, float("nan")]), ([4.0, 1.4], [4.0, 1.4])):
+    try:
+        training.judge("it", one, spread)
+    except SystemExit as end:
+        print(end.code)
+"""
+    said = run("-c", code).stdout
+    assert "the loss falls from 4.0000 to 1.0000" in said
+    for why in ("differ from those of one device by 2.0e-04", "one device by nan", "1.4000, not below 1.3863"):
+        assert why in said
 
 
 def test_a_ring_that_computes_something_else_ends_with_status_1():

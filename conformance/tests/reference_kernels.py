@@ -11,7 +11,7 @@ from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import merge
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks.builder import build
-from ringattn_core.placement.layout import indices
+from ringattn_core.placement.layout import Shards
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -167,8 +167,8 @@ def gather(options: dict[str, Any]) -> Gathered:
     def coordinate(name: Any, size: int) -> jax.Array:
         return (jax.lax.axis_index(name) if name else 0) * size + jnp.arange(size)
 
-    q_index = indices(layout, ranks, rank, q.shape[1])[None]
-    own_index = indices(layout, ranks, rank, k.shape[1])[None]
+    q_index = Shards(layout, ranks).indices(rank, q.shape[1])[None]
+    own_index = Shards(layout, ranks).indices(rank, k.shape[1])[None]
     kv_index = whole(own_index)
     batch, heads = coordinate(options["batch_axis_name"], q.shape[0]), coordinate(options["head_axis_name"], q.shape[2])
     kv = whole(jnp.stack([k, v]), 2) if k.shape == v.shape else whole(jnp.concatenate([k, v], -1))

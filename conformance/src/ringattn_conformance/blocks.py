@@ -19,14 +19,6 @@ from ringattn_core.ring.sends import KV
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
 
-_SHORT = {
-    "scale": "softmax_scale",
-    "window": "sliding_window",
-    "chunk": "chunk_size",
-    "soft_cap": "logits_soft_cap",
-    "dropout": "dropout_prob",
-}
-"""Short names of fields of `Rule`, for tests."""
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
 _OPTIONAL: Final = tuple(field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type))
 """The arrays of a block that only some calls have."""
@@ -45,7 +37,6 @@ def make_block(
     shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
     q, k, v = (jnp.asarray(draw.normal(size=(batch, *shape)), dtype) for shape in shapes)
     sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
-    fields = {_SHORT.get(name, name): x for name, x in fields.items()}
     rule = Rule(**{"softmax_scale": dim**-0.5, **sizes, **{name: x for name, x in fields.items() if name in _OF_RULE}})
     index, kv_index = np.arange(q_length, dtype=np.int32)[None], np.arange(kv_length, dtype=np.int32)[None] + offset
     given: dict[str, Any] = {

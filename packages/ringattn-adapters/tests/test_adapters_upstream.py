@@ -129,7 +129,7 @@ def linen(attention_fn: Any = None, kind: Any = nn.MultiHeadDotProductAttention,
 class TestOfLinen:
     """A layer with our function equals the same layer with Flax's, given the same parameters."""
 
-    @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 2, 3, 5), (6, 5)], ids=str)
+    @pytest.mark.parametrize("shape", [(4, 2, 3, 5), (6, 5)], ids=str)
     @pytest.mark.parametrize("kind", [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention])
     def test_self_attention_of_any_batch(self, kind: Any, shape: tuple[int, ...]):
         x = normal(0, *shape)

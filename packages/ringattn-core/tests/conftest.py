@@ -1,79 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setup of all tests of core: eight CPU devices, strict promotion, and fixtures for made-up distributions and logs."""
+"""Setup of the tests of core: annotated shapes and dtypes are checked at run time, in the modules that compute."""
 
-import os
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-
-import logging
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
-import jax
 import jaxtyping
 import pytest
 
-# Checks annotated shapes and dtypes at run time, in the modules that compute.
 COMPUTING = (
     *(f"contract.{name}" for name in ("dropout", "merge", "ordering", "packing", "tiles", "visibility")),
     "placement.layout",
-    "placement.padding",
     *(f"ring.{name}" for name in ("backward", "engine", "forward", "sends")),
 )
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")
-
-from ringattn_core.backends import discovery  # noqa: E402
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("promises", derandomize=True, deadline=None, database=None, max_examples=60)
 hypothesis.settings.load_profile("promises")
-
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Installs a made-up distribution of modules and entry points, in a group without real backends."""
-    monkeypatch.setattr(discovery, "GROUP", "ringattn.backends.of.a.test")
-    before = set(sys.modules)
-
-    def write(distribution: str, entries: dict[str, str], modules: dict[str, str], version: str = "1.0") -> None:
-        site = tmp_path / distribution
-        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-        (info / "entry_points.txt").write_text(f"[{discovery.GROUP}]\n{lines}")
-        for name, source in modules.items():
-            (site / f"{name}.py").write_text(textwrap.dedent(source))
-        monkeypatch.syspath_prepend(site)
-        discovery.clear()
-
-    discovery.clear()
-    yield write
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-    discovery.clear()
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def _no_backend_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for variable in [name for name in os.environ if name.startswith("RINGATTN_")]:
-        monkeypatch.delenv(variable)
-    discovery.clear()
-    yield
-    discovery.clear()
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Captures the logger "ringattn" at every level."""
-    caplog.set_level(logging.DEBUG, logger="ringattn")
-    return caplog
+def _without_settings(without_settings: None) -> None: ...

@@ -37,91 +37,56 @@ KERNEL = """
     def taken(*_): raise AssertionError("a broken kernel was called")
     class Kernel:
         forward = backward = taken
-    class Unhashable(Kernel):
-        def __hash__(self): raise RuntimeError("no hash")
     class Deaf:
         def __getattr__(self, name): raise RuntimeError("no " + name)
         def __repr__(self): raise RuntimeError("no text")
     class Half:
         forward = taken
-    KERNEL, UNHASHABLE, DEAF, HALF, NUMBER = Kernel(), Unhashable(), Deaf(), Half(), 3
-    LIST, EQUAL = [], type("Equal", (Kernel,), {"__eq__": lambda *_: True})()
+    KERNEL, DEAF, HALF, NUMBER = Kernel(), Deaf(), Half(), 3
+    EQUAL = type("Equal", (Kernel,), {"__eq__": lambda *_: True})()
     def no(): return False
-    def yes(): return True
-    def empty(): return " "
-    def many(): return ["no GPU"]
-    def object_(): return object()
     def crash(): raise OSError("libfoo.so: \\n  cannot open")
     def leave(): sys.exit("no GPU")
     def two(device, strict): return None
-    class Stop(BaseException): ...
-    def stop(): raise Stop("enough")
     async def later(): return None
 """
 FIELDS = {
-    "a name that is a number": ("name=3", "name=3 must be a word"),
-    "a name with a space": ("name='b d'", "name='b d' must be a word"),
+    "a name that is a number": ("name=3", "name must be a word"),
     "another name": ("name='worse'", "its name is 'worse', and its entry point is named 'bad'"),
-    "an API of None": ("api=None", "api=None must be an integer"),
+    "an API of None": ("api=None", "api must be an integer"),
     "an API of the future": ("api=2, platforms=3", "speaks backend API 2; this ringattn-core speaks 1"),
-    "an API of the past": ("api=0", "speaks backend API 0"),
-    "one platform as text": ("platforms='cpu'", "platforms='cpu' must be a tuple of names"),
-    "no platform": ("platforms=()", "platforms=() must be a tuple of names"),
-    "platforms in a list": ("platforms=['cpu']", "platforms=['cpu'] must be a tuple"),
+    "one platform as text": ("platforms='cpu'", "platforms must be a tuple of names"),
     "features in a mapping": ("features={Feature.CAUSAL: True}", "must be a set or a tuple of members of Feature"),
-    "features by text": ("features={'CAUSAL'}", "features has 'CAUSAL', which is not a member of Feature"),
-    "reasons that cannot be read": ("reasons=Lazy()", "it cannot be read (RuntimeError: not now)"),
-    "reasons of None": ("reasons=None", "reasons=None must be a mapping"),
-    "reasons by text": ("reasons={'BIAS': 'soon'}", "reasons has 'BIAS'"),
-    "a reason of None": ("reasons={Feature.BIAS: None}", "=None must be a string"),
-    "a kernel without attribute": ("kernel='bad_kernel'", "kernel='bad_kernel' must be an import path"),
-    "a kernel that is an object": ("kernel=Odd()", "it cannot be read (RuntimeError: no text)"),
+    "reasons that cannot be read": ("reasons=Lazy()", "RuntimeError: not now"),
+    "a reason of None": ("reasons={Feature.BIAS: None}", "reasons must be a mapping from members of Feature"),
+    "a kernel that is an object": ("kernel=Odd()", "RuntimeError: no text"),
     "neither kernel nor ring": ("kernel=None", "exactly one of self.kernel=None and self.ring=None"),
-    "kernel and ring": ("ring='a:b'", "exactly one of"),
-    "a ring that is a function": ("kernel=None, ring=print", "ring=<built-in function print> must be an import path"),
-    "a probe that is a function": ("probe=print", "probe=<built-in function print> must be an import path"),
-    "a priority of text": ("priority='high'", "priority='high' must be an integer"),
-    "a priority of True": ("priority=True", "priority=True must be an integer"),
-    "variables as text": ("variables='RINGATTN_X'", "variables='RINGATTN_X' must be a tuple"),
-    "partials of None": ("half_partials=None", "half_partials=None must be True or False"),
-    "heads of text": ("largest_head='256'", "largest_head='256' must be a positive integer or None"),
-    "heads of nothing": ("largest_head=0", "largest_head=0 must be a positive integer or None"),
+    "a priority of text": ("priority='high'", "priority must be an integer"),
+    "heads of nothing": ("largest_head=0", "largest_head must be a positive integer or None"),
     "a field that is unknown": ("colour=1", "TypeError: Backend.__init__() got an unexpected keyword argument"),
 }
 """Fields of a descriptor that replace those of a good one, and what the sentence says."""
 SOURCES = {
     "SystemExit at import": ("raise SystemExit('no GPU')", "SystemExit: no GPU"),
     "a syntax error": ("def", "SyntaxError: invalid syntax"),
-    "an import that fails": ("import of_nobody", "No module named 'of_nobody'"),
     "an error without text": ("raise Other", "Other: its message cannot be read"),
-    "an error of many lines": ("raise OSError('a\\n\\n  b')", "OSError: a b"),
-    "an exception of its own": ("raise type('Stop', (BaseException,), {})('x')", "Stop: x"),
     "endless recursion": ("def f(): f()\n    f()", "RecursionError"),
     "no descriptor": ("x = 1", "AttributeError: module 'bad_plugin' has no attribute 'BACKEND'"),
-    "a descriptor of None": ("BACKEND = None", "expected a ringattn_core.Backend, got None"),
-    "a dict": ("BACKEND = FIELDS", "expected a ringattn_core.Backend, got {'name': 'bad'"),
-    "an object without a repr": ("BACKEND = Odd()", "it cannot be read (RuntimeError: no text)"),
-    "a field that raises": ("BACKEND = Child(**FIELDS)", "it cannot be read (RuntimeError: not now)"),
+    "a dict": ("BACKEND = FIELDS", "expected a ringattn_core.Backend, got dict"),
+    "an object without a repr": ("BACKEND = Odd()", "expected a ringattn_core.Backend, got Odd"),
+    "a field that raises": ("BACKEND = Child(**FIELDS)", "RuntimeError: not now"),
 }
 """Source of the module of a descriptor, and what the sentence says."""
 LOADED = {
     "a kernel that is missing": ("kernel='bad_kernel:NOBODY'", "has no attribute 'NOBODY'"),
-    "a module that is missing": ("kernel='of_nobody:KERNEL'", "No module named 'of_nobody'"),
     "a kernel without backward": ("kernel='bad_kernel:HALF'", "a block kernel needs backward"),
-    "a kernel that is a number": ("kernel='bad_kernel:NUMBER'", "a block kernel needs forward and backward"),
-    "a kernel that is a class": ("kernel='bad_kernel:Kernel'", "it is a class"),
-    "a kernel whose hash raises": ("kernel='bad_kernel:UNHASHABLE'", "must be hashable"),
-    "a kernel without a hash": ("kernel='bad_kernel:EQUAL'", "must be hashable"),
+    "a kernel without a hash": ("kernel='bad_kernel:EQUAL'", "unhashable type: 'Equal'"),
     "a kernel whose attributes raise": ("kernel='bad_kernel:DEAF'", "RuntimeError: no forward"),
     "a ring that is a number": ("kernel=None, ring='bad_kernel:NUMBER'", "a ring function must be callable, got 3"),
     "a ring with other arguments": ("kernel=None, ring='bad_kernel:two'", "cannot load bad_kernel:two"),
     "a probe that returns False": ("probe='bad_kernel:no'", "it returned False, and must return None or a sentence"),
     "a probe that raises": ("probe='bad_kernel:crash'", "failed: OSError: libfoo.so: cannot open"),
     "a probe that exits": ("probe='bad_kernel:leave'", "failed: SystemExit: no GPU"),
-    "a probe that stops": ("probe='bad_kernel:stop'", "failed: Stop: enough"),
-    "a probe with arguments": ("probe='bad_kernel:two'", "failed: TypeError: two() missing 2 required"),
-    "a probe that is missing": ("probe='bad_kernel:nobody'", "has no attribute 'nobody'"),
-    "a probe that is a number": ("probe='bad_kernel:NUMBER'", "TypeError: 'int' object is not callable"),
     "a probe that is a coroutine": ("probe='bad_kernel:later'", "it returned <coroutine object later"),
 }
 """Fields of a good descriptor whose kernel or probe is broken, and what the sentence says."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import pytest
-import ringattn_core
 from ringattn_core import ring_mesh
 from ringattn_core.errors import MeshError
 from ringattn_core.placement import device_order
@@ -99,13 +98,6 @@ def test_the_other_axis_goes_from_box_to_neighbouring_box():
         assert hops(list(mesh.devices[:, number])) == [2] * 16
 
 
-@pytest.mark.parametrize("ranks, shape", [(4, (2, 2)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8))])
-def test_the_box_of_a_ring_is_as_compact_as_can_be(ranks: int, shape: tuple[int, ...]):
-    mesh = ring_mesh(devices(8, 8), axis_sizes={"data": 64 // ranks, "sp": ranks})
-    for ring in mesh.devices:
-        assert tuple(max(axis) - min(axis) + 1 for axis in zip(*(d.coords for d in ring), strict=True)) == shape
-
-
 def test_where_the_devices_were_listed_and_where_the_grid_begins_changes_nothing():
     everything = devices(4, 8, corner=5)
     shuffled = random.Random(0).sample(everything, len(everything))
@@ -138,35 +130,19 @@ def test_gpus_keep_their_order_although_they_have_coordinates(sizes: dict[str, i
 
 
 def test_devices_without_coordinates_keep_their_order():
-    assert list(ring_mesh().devices) == jax.devices()
-    assert ringattn_core.ring_mesh().axis_names == ("sp",)
+    assert list(ring_mesh().devices) == jax.devices() and ring_mesh().axis_names == ("sp",)
     by_four = ring_mesh(jax.devices(), axis_sizes={"data": 2, "sp": 4}).devices
     assert by_four.tolist() == [jax.devices()[:4], jax.devices()[4:]]
-    first = ring_mesh(jax.devices(), axis_sizes={"sp": 4, "data": 2}).devices
-    assert first.T.tolist() == by_four.tolist()
 
 
 REFUSED = {
-    "no size for the ring": (devices(4), dict(axis_sizes={"data": 4}), r"axis_name='sp' is not in axis_sizes={'data'"),
-    "another number of devices": (
-        devices(4), dict(axis_sizes={"sp": 8}), "axis_sizes={'sp': 8} do not fit 4 devices. Pass positive sizes"
-    ),
-    "no devices": ([], {}, "axis_sizes={'sp': 0} do not fit 0 devices"),
-    "sizes in a list": (devices(4), dict(axis_sizes=[4]), r"axis_sizes=\[4\] names no axes. Pass a dict of sizes"),
-    "a size that is text": (
-        devices(4), dict(axis_sizes={"sp": "4"}), "axis_sizes={'sp': '4'} do not fit 4 devices. Pass positive sizes"
-    ),
-    "a number of devices": (4, {}, r"devices=4 are not devices. Pass some of jax.devices\(\)"),
-    "one device twice, without coordinates": (jax.devices() * 2, {}, "devices holds one device twice. Pass each"),
-    "a grid with a hole": (
-        devices(4, 4)[:-1], {}, "the devices of slice 0 do not fill the 4x4 grid that they span. Pass devices that do"
-    ),
-    "one device twice": (devices(2, 2)[:3] * 2 + devices(2, 2)[3:] * 2, {}, "do not fill the 2x2 grid"),
-    "a ring of one slice and a half": (
-        devices(2, 4, slices=3), dict(axis_sizes={"data": 2, "sp": 12}),
-        "a ring of 12 devices is neither a part of every slice nor made of whole slices .* have 8, 8, 8 devices",
-    ),
-}  # fmt: skip
+    "no size for the ring": (devices(4), dict(axis_sizes={"data": 4}), "axis_name='sp' is not in axis_sizes"),
+    "another number of devices": (devices(4), dict(axis_sizes={"sp": 8}), "do not fit 4 devices"),
+    "sizes in a list": (devices(4), dict(axis_sizes=[4]), "names no axes"),
+    "one device twice, without coordinates": (jax.devices() * 2, {}, "holds one device twice"),
+    "a grid with a hole": (devices(4, 4)[:-1], {}, "do not fill the 4x4 grid"),
+    "a slice and a half": (devices(2, 4, slices=3), dict(axis_sizes={"data": 2, "sp": 12}), "nor made of whole slices"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

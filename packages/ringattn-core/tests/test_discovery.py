@@ -10,9 +10,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import (
     BackendLoadError,
-    BackendVersionError,
     DuplicateBackendError,
-    InputError,
 )
 
 PLUGIN = """
@@ -82,15 +80,6 @@ class TestWhatIsInstalled:
         registration.implementation()
         assert "good_kernel" in sys.modules
 
-    def test_it_is_found_once_until_cleared(self, install: Any) -> None:
-        registration = good(install)
-        assert discovery.registrations()["good"] is registration
-        discovery.clear()
-        assert discovery.registrations()["good"] is not registration
-
-    def test_nothing_installed_is_an_empty_answer(self, install: Any) -> None:
-        assert discovery.registrations() == {}
-
 
 class TestBrokenOnes:
     def test_the_cause_of_a_failed_import_is_kept(self, install: Any) -> None:
@@ -98,14 +87,6 @@ class TestBrokenOnes:
         with pytest.raises(BackendLoadError) as caught:
             discovery.get("bad")
         assert isinstance(caught.value.__cause__, RuntimeError)
-
-    def test_an_error_raised_twice_gathers_no_notes(self, install: Any) -> None:
-        install("ringattn-bad", {"bad": "gone:B"}, {})
-        for _ in range(2):
-            with pytest.raises(BackendLoadError) as caught:
-                discovery.get("bad")
-            assert not hasattr(caught.value, "__notes__")
-            caught.value.add_note("from this call")
 
     def test_two_distributions_under_one_name_are_an_error_only_for_that_name(self, install: Any) -> None:
         for owner in ("ringattn-one", "ringattn-two"):
@@ -118,20 +99,7 @@ class TestBrokenOnes:
         assert discovery.get("good") is registration
 
 
-class TestImplementation:
-    @pytest.mark.parametrize("path", ["good_kernel:KERNEL", "good_kernel:nested.kernel"])
-    def test_it_is_what_the_descriptor_names(self, install: Any, path: str) -> None:
-        loaded = good(install, where=f"kernel={path!r}").implementation()
-        assert loaded is sys.modules["good_kernel"].KERNEL
-
-    def test_a_ring_function_serves_as_well(self, install: Any) -> None:
-        assert good(install, where="ring='good_kernel:ring'").implementation() is sys.modules["good_kernel"].ring
-
-
 class TestAvailability:
-    def test_without_a_probe_a_backend_is_available(self, install: Any) -> None:
-        assert good(install).why_unavailable() is None
-
     @pytest.mark.parametrize(("probe", "reason"), [("sound", None), ("unsound", "no such device")])
     def test_the_probe_is_asked_once_until_cleared(self, install: Any, probe: str, reason: str | None) -> None:
         registration = good(install, probe=f"good_kernel:{probe}")
@@ -143,13 +111,6 @@ class TestAvailability:
 
 
 class TestRegisteredInThisProcess:
-    def test_it_is_found_until_the_exit(self, install: Any) -> None:
-        kernel = Kernel()
-        with discovery.registered(backend(), kernel) as registration:
-            assert discovery.get("made") is registration
-            assert registration.implementation() is kernel
-        assert "made" not in discovery.registrations()
-
     def test_it_shadows_an_installed_one_and_restores_it_even_after_an_error(self, install: Any) -> None:
         installed = good(install)
         with discovery.registered(backend("good"), Kernel()) as outer:
@@ -157,21 +118,3 @@ class TestRegisteredInThisProcess:
                 raise ZeroDivisionError
             assert discovery.get("good") is outer
         assert discovery.get("good") is installed
-
-    def test_without_an_implementation_the_descriptor_says_where_it_is(self, install: Any) -> None:
-        good(install)
-        with discovery.registered(backend(kernel="good_kernel:KERNEL")) as registration:
-            assert registration.implementation() is sys.modules["good_kernel"].KERNEL
-
-    def test_it_is_held_to_the_same_rules(self, install: Any) -> None:
-        with discovery.registered(backend(api=9), Kernel()), pytest.raises(BackendVersionError):
-            discovery.get("made")
-        with (
-            discovery.registered(backend(), object()) as registration,
-            pytest.raises(BackendLoadError, match="forward and backward"),
-        ):
-            registration.implementation()
-
-    def test_an_object_that_is_no_descriptor_is_refused(self) -> None:
-        with pytest.raises(InputError, match=r"Pass a ringattn_core\.Backend"), discovery.registered(Kernel()):  # pyright: ignore[reportArgumentType]
-            pass

@@ -2,7 +2,6 @@
 """Promises of the errors: each says the fact, the value and the remedy, and has the right base classes."""
 
 import inspect
-from typing import Any
 
 import pytest
 from ringattn_core import errors
@@ -85,38 +84,3 @@ def test_it_says_fact_value_and_remedy(error: errors.RingAttnError, kind: type[E
 def test_every_error_has_an_example_above() -> None:
     classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.RingAttnError)}
     assert classes - {type(error) for error, _, _ in EXAMPLES} == {errors.RingAttnError}
-
-
-@pytest.mark.parametrize(
-    ("error", "held"),
-    [
-        (EXAMPLES[0][0], {"argument": "chunk_size"}),
-        (EXAMPLES[2][0], {"backend": "triton", "feature": "BIAS", "others": ("xla",)}),
-        (EXAMPLES[3][0], {"name": "tritn", "installed": ("xla",)}),
-        (EXAMPLES[5][0], {"backend": "mine", "api": 3}),
-        (EXAMPLES[6][0], {"backend": "mine", "distributions": ("ringattn-mine", "my-ring")}),
-        (EXAMPLES[7][0], {"backend": "triton", "reason": "no GPU is visible"}),
-        (EXAMPLES[8][0], {"platform": "cuda", "reasons": {"triton": "no GPU is visible."}}),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_it_holds_the_offender(error: errors.RingAttnError, held: dict[str, Any]) -> None:
-    assert {name: getattr(error, name) for name in held} == held
-
-
-class Unreadable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (OSError("libfoo.so:\n  not found"), "OSError: libfoo.so: not found"),
-        (SystemExit(), "SystemExit"),
-        (Unreadable(), "Unreadable: its message cannot be read"),
-        (ValueError("many words " * 100), f"ValueError: {'many words ' * 35}..."),
-    ],
-)
-def test_any_exception_is_told_in_one_line(error: BaseException, line: str) -> None:
-    assert errors.in_one_line(error) == line

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, to_layout
 
 KINDS = {"automatic": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
-LAYOUTS = ["contiguous", "zigzag", "striped"]
+LAYOUTS = ["zigzag", "striped"]
 WHOLE = np.arange(2 * 16 * 3, dtype=np.int32).reshape(2, 16, 3)
 
 
@@ -54,7 +54,7 @@ def test_a_ring_of_another_size_than_the_shards_is_reordered_too(layout: str, ra
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_exchange_and_its_gradient_are_right_for_every_ring(layout: str, ranks: int) -> None:
     mesh = mesh_of("explicit", 8 // ranks, ranks)
     x = jnp.arange(128.0).reshape(2, 64)

@@ -13,14 +13,12 @@ from ringattn_core import Feature, per_shard, ring_attention
 from ringattn_core.backends.selection import select
 from ringattn_core.call import dispatch, options
 from ringattn_core.call.validation import validated
-from ringattn_core.contract.call import IN_BLOCK
+from ringattn_core.contract.call import ARRAYS
 from ringattn_core.errors import InputError
-from ringattn_core.placement import arrays as letters
 
 T, N = 8, 2
 Q, K, V = (jax.random.normal(key, (1, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3))
 OPERANDS = {"query", "key", "value"}
-OF_LAYOUTS = {"ZIGZAG", "STRIPED"}
 
 
 @pytest.mark.parametrize(
@@ -47,18 +45,12 @@ def test_a_call_needs_the_features_that_the_conformance_suite_says(
 
 
 def test_a_call_is_a_pytree_of_its_arrays() -> None:
-    assert set(IN_BLOCK) == set(options.ARRAYS)
+    assert set(ARRAYS) == set(options.ARRAYS)
     call = validated(Q, K, V, causal=True, alibi_slopes=jnp.ones(Q.shape[2]))
     leaves, tree = jax.tree.flatten(call)
     assert len(leaves) == 4
     rebuilt = jax.tree.unflatten(tree, leaves)  # `==` would compare arrays, from Python 3.13 on also with themselves
     assert all(mine is given for mine, given in zip(vars(rebuilt).values(), vars(call).values(), strict=True))
-
-
-def test_every_argument_goes_by_keyword() -> None:
-    sinks, bias = jnp.ones(N), jnp.ones((1, 1, T, T))
-    by_position = ring_attention(Q, K, V, sinks, bias)
-    assert (ring_attention(query=Q, key=K, value=V, softmax_aux=sinks, bias=bias) == by_position).all()
 
 
 @pytest.mark.parametrize("name", sorted(options.OTHER_NAMES))
@@ -90,24 +82,6 @@ def test_a_removed_option_is_unknown(attend: Any) -> None:
 def test_a_call_that_does_not_bind_is_pythons_type_error(attend: Any, arguments: Any, given: Any) -> None:
     with pytest.raises(TypeError, match="ring_attention"):
         attend(*arguments, **given)
-
-
-@pytest.mark.parametrize(
-    ("array", "shape", "spec"),
-    [
-        (letters.Query, (4, 8, 2, 4), (("dp", "fsdp"), "sp", "tp", None)),
-        (letters.KeyPositions, (8,), ("sp",)),
-        (letters.KeyPositions, (4, 8), (("dp", "fsdp"), "sp")),
-        (letters.Bias, (1, 2, 1, 8), (None, "tp", None, None)),
-        (letters.Bias, (4, 1, 8, 8), (("dp", "fsdp"), None, "sp", None)),
-        (letters.Sinks, (2, 3), ("tp", None)),
-        (letters.LogSumExp, (4, 2, 8), (("dp", "fsdp"), "tp", "sp")),
-        (letters.Seed, (), ()),
-    ],
-)
-def test_the_letters_say_how_an_array_is_split(array: Any, shape: tuple[int, ...], spec: tuple[Any, ...]) -> None:
-    roles = letters.Roles(("dp", "fsdp"), ("sp",), ("tp",))
-    assert roles.spec(array, shape) == jax.sharding.PartitionSpec(*spec)
 
 
 @pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])

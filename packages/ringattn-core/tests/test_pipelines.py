@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline is manual over its own axis, scans microbatches and layers, and calls the ring over the other axes."""
 
-import re
 from typing import Any
 
 import jax
@@ -74,7 +73,6 @@ def mesh_of(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     ("kind", "policy", "check_vma"),
     [
         (AxisType.Auto, None, True),
-        (AxisType.Auto, remat_policy(), True),
         (AxisType.Auto, remat_policy(), False),
         (AxisType.Explicit, remat_policy(), True),
     ],
@@ -92,36 +90,3 @@ def test_a_pipeline_with_scans_and_checkpoints_has_the_gradients_of_one_device(
         jax.tree.leaves(found), jax.tree.leaves(gradients(without_pipeline)(*arrays())), strict=True
     ):
         np.testing.assert_allclose(mine, wanted, atol=2e-5 * float(1 + jnp.abs(wanted).max()))
-
-
-def test_an_ensemble_of_stages_is_vmapped() -> None:
-    weights, *x = arrays()
-    mesh, several = mesh_of(), jnp.stack([weights, 2 * weights])
-    with jax.set_mesh(mesh):
-        found = jax.jit(jax.vmap(gradients(pipeline(mesh, None, True)), (0, *[None] * 3)))(several, *x)
-    wanted = jax.jit(jax.vmap(gradients(without_pipeline), (0, *[None] * 3)))(several, *x)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5 * float(1 + jnp.abs(theirs).max()))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_a_stage_the_policy_reruns_no_ring(check_vma: bool) -> None:
-    mesh = mesh_of()
-    weights, *x = arrays()
-
-    def sends(policy: Any) -> int:
-        def of_rank(weights: jax.Array, *x: jax.Array) -> jax.Array:
-            return stage(weights[0], *x, policy, axis_name="sp", **WHOLE)
-
-        stages = jax.shard_map(
-            of_rank, mesh=mesh, in_specs=P("pp"), out_specs=P("pp"), axis_names={"pp"}, check_vma=check_vma
-        )
-        program = gradients(stages).lower(weights, *(array[0] for array in x)).compile().as_text()
-        return len(re.findall(r" collective-permute(?:-start)?\(", program))
-
-    with jax.set_mesh(mesh):
-        assert [sends(policy) for policy in (None, remat_policy(), jax.checkpoint_policies.nothing_saveable)] == [
-            9,
-            9,
-            12,
-        ]

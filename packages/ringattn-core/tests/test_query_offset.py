@@ -58,25 +58,6 @@ def agrees(got: Any, wanted: oracle.Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "kind"),
-    [
-        (3, "striped", AxisType.Explicit),
-        (8, "striped", AxisType.Auto),
-    ],
-)
-def test_a_traced_offset_of_each_row_gives_the_oracles_values_and_gradients(
-    ranks: int, layout: str, kind: AxisType
-) -> None:
-    mesh = mesh_of(ranks, kind)
-
-    def attend(offset: Any, slopes: Any, *operands: Any) -> Any:
-        options = MANY | {"alibi_slopes": slopes, "layout": layout, "mesh": mesh, "axis_name": "sp"}
-        return ring_attention(*operands, query_offset=offset, **options)
-
-    agrees(differentiated(attend, ranks, layout, OFFSETS), expected(OFFSETS, **MANY))
-
-
-@pytest.mark.parametrize(
     ("strategy", "layout", "kind"),
     [
         ("ring", "striped", AxisType.Auto),
@@ -101,14 +82,6 @@ def test_chunks_and_two_sided_windows_count_from_the_offset(options: dict[str, A
     """Without an offset, the window would leave out hops that these queries need."""
     got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(8), axis_name="sp", **options)
     np.testing.assert_allclose(got, expected(24, **options).out, atol=2e-5)
-
-
-def test_the_last_queries_give_the_last_rows_of_the_whole_call_also_where_lengths_are_padded() -> None:
-    keys, values = (jnp.tile(x, (1, 1, 2, 1)) for x in (KEY, VALUE))
-    whole = ring_attention(keys, keys, values, causal=True)
-    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(4), "axis_name": "sp"}
-    got = ring_attention(keys[:, S - 7 :], keys, values, query_offset=S - 7, **over)
-    np.testing.assert_allclose(got, whole[:, S - 7 :], atol=2e-5)
 
 
 def test_predicates_see_the_position_and_dropout_sees_the_index() -> None:
@@ -148,13 +121,10 @@ def test_another_offset_compiles_nothing() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beside positions": ({"query_offset": 1, "q_positions": jnp.arange(T)}, "is given beside q_positions"),
-    "too far": ({"query_offset": 2**30 - T + 1}, r"query_offset: has the value 1073741801\. .* to 1073741800: q"),
-    "too far back": ({"query_offset": [0, -(2**30)]}, "query_offset: has values from -1073741824 to 0"),
+    "too far": ({"query_offset": 2**30 - T + 1}, r"query_offset: has the value 1073741801\. .* to 1073741800"),
     "of another batch": ({"query_offset": [1, 2, 3]}, r"query_offset: has shape \(3,\)\. Pass one integer, or 2"),
-    "beyond 64 bits": ({"query_offset": 2**70}, "query_offset: has the value 1180591620717411303424. Pass offsets"),
-    "of tokens": ({"query_offset": jnp.zeros((B, T), int)}, r"query_offset: has shape \(2, 24\)"),
     "a fraction": ({"query_offset": 0.5}, "query_offset: has dtype float64. It needs integers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,7 +13,6 @@ from ringattn_core.backends import discovery, selection
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import (
-    BackendLoadError,
     BackendNotFoundError,
     BackendUnavailableError,
     InputError,
@@ -93,11 +92,6 @@ class TestAName:
         assert f"does not support {feature.name} ({declared})" in str(caught.value)
         assert "backend=('fast', 'safe')" in str(caught.value)
 
-    def test_another_that_lacks_one_of_the_features_is_not_offered(self) -> None:
-        with installed("half", "cuda", lacks=(Feature.SINKS,)), pytest.raises(UnsupportedFeatureError) as caught:
-            chosen("fast", BIAS | SINKS)
-        assert caught.value.others == ("safe",)
-
     @pytest.mark.usefixtures("dead")
     def test_an_unavailable_one_is_final(self) -> None:
         with pytest.raises(BackendUnavailableError, match="'dead' cannot run here: no GPU is visible"):
@@ -106,10 +100,6 @@ class TestAName:
     def test_an_unknown_one_is_not_replaced(self) -> None:
         with pytest.raises(BackendNotFoundError, match=r"did you mean 'safe'"):
             chosen("saef")
-
-    def test_one_whose_kernel_does_not_load_is_final(self) -> None:
-        with installed("hollow", "cuda", implementation=object()), pytest.raises(BackendLoadError, match="hollow"):
-            chosen("hollow")
 
     def test_a_named_backend_is_taken_on_any_platform_that_its_probe_accepts(self) -> None:
         assert chosen("fast", platform="cpu") == "fast"
@@ -130,19 +120,18 @@ class TestLargeHeads:
 
     @pytest.mark.parametrize("backend", [None, ("small", "any")])
     def test_a_backend_whose_kernel_cannot_run_them_is_passed_over_with_the_reason(self, backend: Any) -> None:
-        assert selection.select(backend, CAUSAL, "cuda", (64, 64)).name == "small"
-        assert selection.select(backend, CAUSAL, "cuda", (64, 72)).name == "any"
-        reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", (64, 72))}
-        assert reasons == {"small": "it takes heads of up to 64, and value has heads of size 72", "any": None}
+        assert selection.select(backend, CAUSAL, "cuda", 64).name == "small"
+        assert selection.select(backend, CAUSAL, "cuda", 72).name == "any"
+        reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", 72)}
+        assert reasons == {"small": "it does not support heads of size 72 (the largest is 64)", "any": None}
 
     def test_a_named_backend_refuses_them_and_names_the_fallback(self) -> None:
-        with pytest.raises(InputError, match=r"query: has heads of size 72.*up to 64.*backend=\('small', 'any'\)") as e:
-            selection.select("small", CAUSAL, "cuda", (72, 64))
-        assert e.value.argument == "query"
+        with pytest.raises(UnsupportedFeatureError, match=r"heads of size 72 .*64.*backend=\('small', 'any'\)"):
+            selection.select("small", CAUSAL, "cuda", 72)
 
     def test_a_call_asks_before_it_runs(self) -> None:
         x = jnp.ones((1, 8, 2, 72))
-        with pytest.raises(InputError, match="query: has heads of size 72"):
+        with pytest.raises(UnsupportedFeatureError, match="heads of size 72"):
             ring_attention(x, x, x, backend="small")
 
 
@@ -158,10 +147,6 @@ class TestASequence:
     def test_one_whose_kernel_does_not_load_is_passed_over(self) -> None:
         with installed("hollow", "cuda", implementation=object()):
             assert chosen(("hollow", "safe")) == "safe"
-
-    def test_a_misspelt_name_in_it_is_refused(self) -> None:
-        with pytest.raises(BackendNotFoundError, match="did you mean 'safe'"):
-            chosen(("saef", "fast"))
 
     def test_one_that_is_not_installed_is_passed_over_with_a_warning(self, log: Any) -> None:
         assert chosen(("absent", "safe")) == "safe"
@@ -210,27 +195,10 @@ class TestContextAndEnvironment:
             assert chosen(None) == "safe"
             assert chosen("fast") == "fast"
 
-    def test_an_error_says_where_the_name_came_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RINGATTN_BACKEND", "absent")
-        with pytest.raises(BackendNotFoundError) as caught:
-            chosen(None)
-        assert caught.value.__notes__ == ["The backend was named by RINGATTN_BACKEND."]
-        with selection.use_backend("fast"), pytest.raises(UnsupportedFeatureError) as refused:
-            chosen(None, BIAS)
-        assert refused.value.__notes__ == ["The backend was named by use_backend."]
-
     @pytest.mark.parametrize("name", ["saef", "absent", ("saef", "fast"), ("absent", "fsat")])
     def test_a_context_refuses_a_misspelt_name_at_once(self, name: Any) -> None:
         with pytest.raises(BackendNotFoundError, match="no ring-attention backend"), selection.use_backend(name):
             pytest.fail("the context was entered")
-
-    def test_a_context_takes_a_fallback_that_is_not_installed(self) -> None:
-        with selection.use_backend(("triton", "safe")):
-            assert chosen(None) == "safe"
-
-    def test_a_context_that_names_nothing_is_refused(self) -> None:
-        with pytest.raises(InputError, match="use_backend: got"), selection.use_backend([]):
-            pass
 
 
 class TestTheBest:
@@ -286,28 +254,6 @@ class TestTheBest:
         assert chosen(None, frozenset()) == "triton"
         put("tpu", "also-of-a-stranger")
         assert chosen(None, frozenset()) == "triton", "only ringattn's own distribution has precedence"
-
-    @pytest.mark.usefixtures("install")
-    def test_where_none_is_installed_the_command_that_adds_one_is_told(self) -> None:
-        with pytest.raises(BackendNotFoundError, match=r"pip install \./packages/ringattn-xla"):
-            chosen(None)
-
-
-@pytest.mark.usefixtures("fast_and_safe", "dead")
-class TestCandidates:
-    @pytest.mark.parametrize("platform", ["cuda", "cpu", "tpu"])
-    @pytest.mark.parametrize("required", [frozenset(), CAUSAL, BIAS, SINKS | CAUSAL])
-    def test_the_choice_is_the_first_that_has_no_reason_against_it(self, required: Any, platform: str) -> None:
-        able = [r.name for r, reason in selection.candidates(required, platform) if reason is None]
-        assert chosen(None, required, platform) == able[0]
-
-    def test_all_backends_are_listed_best_first(self) -> None:
-        told = [(r.name, reason) for r, reason in selection.candidates(BIAS, "cuda")]
-        assert told == [
-            ("dead", "it cannot run here: no GPU is visible"),
-            ("fast", "it does not support BIAS (not declared: soon)"),
-            ("safe", None),
-        ]
 
 
 @pytest.mark.usefixtures("fast_and_safe")

@@ -60,14 +60,6 @@ def test_an_option_that_is_left_out_is_off_in_the_canonical_call(function: Any):
     assert "sliding_window" in shared and {name: given[name] for name in shared} == {name: off[name] for name in shared}
 
 
-def test_a_call_written_for_ejkernel_runs_by_position_and_by_keyword():
-    q, k, v = arrays()
-    by_position = per_shard("xla")(q, k, v, None, None, None, None, None, 3, None, True)
-    by_keyword = per_shard("xla")(query=q, key=k, value=v, sliding_window=3, causal=True, fwd_params={"q_blocksize": 4})
-    np.testing.assert_allclose(by_position, by_keyword, atol=1e-6)
-    np.testing.assert_allclose(by_position, ring_attention(q, k, v, sliding_window=3, causal=True), atol=1e-6)
-
-
 def whole() -> Backend:
     return Backend(name="whole", api=1, platforms=("cpu",), features={Feature.FLOAT32}, ring="somewhere:else")
 

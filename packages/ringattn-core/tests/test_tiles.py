@@ -4,7 +4,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
-from ringattn_core.placement.layout import LAYOUTS, indices
+from ringattn_core.placement.layout import LAYOUTS, Shards
 
 RANKS, LENGTH, BATCH, HEADS = 3, 24, 2, 2
 DRAW = np.random.default_rng(11)
@@ -30,7 +29,7 @@ def _ids(draw: np.random.Generator) -> np.ndarray:
 
 
 def make(layout: str, q_rank: int, kv_rank: int, rule: Rule, **fields: Any) -> Block:
-    q_index, kv_index = (jnp.asarray(indices(layout, RANKS, rank, LENGTH))[None] for rank in (q_rank, kv_rank))
+    q_index, kv_index = (jnp.asarray(Shards(layout, RANKS).indices(rank, LENGTH))[None] for rank in (q_rank, kv_rank))
     given: dict[str, Any] = {
         "q_positions": q_index, "kv_positions": kv_index,
         "q_segments": None, "kv_segments": None, "mask": None, **fields,
@@ -136,24 +135,8 @@ def test_increasing_positions_have_the_tiles_that_the_same_positions_have_withou
         assert not (some & ~np.asarray(got.some)).any() and not (np.asarray(got.full) & ~full).any()
 
 
-def test_increasing_positions_need_no_reduction() -> None:
-    for options in STRUCTURED[:-1]:
-        block = make("zigzag", 1, 0, Rule(1.0, **options))
-        for given, needed in ((block, False), (_without_promise(block), True)):
-            assert ("reduce" in str(jax.make_jaxpr(lambda x: tiles(x, 8, 6))(given))) == needed
-
-
 def _without_promise(block: Block) -> Block:
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=False))
-
-
-def test_a_head_does_not_evaluate_the_masks_of_other_heads() -> None:
-    def arrays_for_every_head(masks: tuple[Mask, ...]) -> int:
-        program: Any = jax.make_jaxpr(visible)(make("zigzag", 0, 1, Rule(1.0, masks=masks, mask_of_head=(0, 1))))
-        found = [x.aval.shape for line in program.eqns for x in line.outvars]
-        return found.count((1, HEADS, LENGTH, LENGTH))
-
-    assert arrays_for_every_head(MASKS[4:7]) == arrays_for_every_head(MASKS[4:10])
 
 
 @pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 ", "mask 9 "])

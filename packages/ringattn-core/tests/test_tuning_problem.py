@@ -4,8 +4,6 @@
 import dataclasses
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -85,10 +83,6 @@ class TestWhatItHas:
     def test_options_that_cannot_change_the_time_give_the_same_problem(self, options: dict[str, Any]) -> None:
         assert of(**options) == of()
 
-    def test_values_of_seed_cap_and_probability_give_the_same_problem(self) -> None:
-        first = of(dropout_prob=0.1, dropout_seed=1, logits_soft_cap=2.0)
-        assert first == of(dropout_prob=0.2, dropout_seed=2, logits_soft_cap=3.0)
-
     def test_a_new_version_or_another_machine_is_another_problem(self) -> None:
         plain = of()
         assert {name for name, _ in plain.versions} == {"jax", "ringattn-core", "ringattn-xla"}
@@ -105,13 +99,6 @@ class TestWhatItHas:
         (found,) = dict(of(mask_builder=lambda *_: mask).options)["mask_builder"]
         assert found.startswith("Opaque(held=<")
         assert " at 0x" not in found
-
-    def test_it_is_the_same_in_every_process(self) -> None:
-        plain = of(sliding_window=(None, 2), bias=jnp.zeros((1, 1, T, S)))
-        script = f"from ringattn_core.tuning import Problem; print({plain!r}.digest)"
-        environment = {**os.environ, "PYTHONHASHSEED": "3"}
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-        assert run.stdout.strip() == plain.digest, run.stderr
 
 
 def test_a_remembered_choice_keeps_no_array_of_the_call_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation refuses bad input with one error that names the argument, the value and the remedy."""
 
+import re
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
-from ringattn_core import MaskInfo, ring_attention
+from ringattn_core import MaskInfo, decode_attention, ring_attention
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError, MeshError
-from ringattn_core.masks import Causal, Document, Mask, Numpy, Predicate
+from ringattn_core.masks import Causal, Document, Predicate
 
 B, T, N, K, H = 2, 8, 4, 2, 8
 
@@ -25,37 +26,19 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.ones(shape, dtype)
 
 
-class Strange(Mask):
-    shape = (3, T)
-
-
 OPERANDS = {
     "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8). It needs (B, T, N, H)"),
     "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
     "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
-    "mixed dtypes": (
-        (*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)),
-        "value: has dtype bfloat16 but query has float32",
-    ),
-    "batches that differ": (
-        (arrays()[0], ones(3, T, K, H), ones(3, T, K, H)),
-        "key: has shape (3, 8, 2, 8). It needs (2, S, K, 8): (B, S, K, H)",
-    ),
-    "head sizes that differ": (
-        (arrays()[0], ones(B, T, K, 4), arrays()[2]),
-        "key: has shape (2, 8, 2, 4). It needs (2, S, K, 8)",
-    ),
-    "fewer values than keys": (
-        (*arrays()[:2], ones(B, 7, K, H)),
-        "value: has shape (2, 7, 2, 8). It needs (2, 8, 2, Hv): (B, S, K, Hv)",
-    ),
-    "heads that do not divide": (
-        (arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)),
-        "key: has 3 heads, which do not divide the 4",
-    ),
-    "a string": (("q", *arrays()[1:]), "query: str is not an array"),
+    "mixed dtypes": ((*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)), "value: has dtype bfloat16 but query has"),
+    "batches that differ": ((arrays()[0], ones(3, T, K, H), ones(3, T, K, H)), "key: has shape (3, 8, 2, 8). It needs"),
+    "head sizes that differ": ((arrays()[0], ones(B, T, K, 4), arrays()[2]), "key: has shape (2, 8, 2, 4). It needs"),
+    "fewer values than keys": ((*arrays()[:2], ones(B, 7, K, H)), "value: has shape (2, 7, 2, 8). It needs (2, 8, 2,"),
+    "heads that do not divide": ((arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)), "key: has 3 heads, which do not"),
     "objects": ((np.array([None]), *arrays()[1:]), "query: ndarray is not an array (TypeError: "),
-    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is not an array"),
+    "sinks of key heads": ((*arrays(), ones(K, 2)), "softmax_aux: has shape (2, 2)"),
+    "bias of one column": ((*arrays(), None, ones(B, N, T, 1)), "bias: has shape (2, 4, 8, 1)"),
+    "bias of booleans": ((*arrays(), None, ones(B, N, T, T, dtype=bool)), "bias: has dtype bool"),
 }
 
 
@@ -71,87 +54,50 @@ OPTIONS = {
     "negative window": (dict(sliding_window=-1), "sliding_window: got -1"),
     "window of three sides": (dict(sliding_window=(1, 2, 3)), "sliding_window: got (1, 2, 3)"),
     "window of a fraction": (dict(sliding_window=(1.5, 2)), "sliding_window: got 1.5"),
-    "window of a truth value": (dict(sliding_window=True), "sliding_window: got True"),
     "chunk of zero": (dict(chunk_size=0), "chunk_size: got 0"),
-    "soft cap of zero": (dict(logits_soft_cap=0.0), "logits_soft_cap: got 0.0"),
-    "soft cap that leaves float32 no digits": (
-        dict(logits_soft_cap=1e31),
-        "logits_soft_cap: got 1e+31. It must be from 1.18e-38 to 1e+30, or None for no cap",
-    ),
-    "soft cap below float32": (dict(logits_soft_cap=1e-39), "logits_soft_cap: got 1e-39"),
+    "soft cap that leaves float32 no digits": (dict(logits_soft_cap=1e31), "logits_soft_cap: got 1e+31"),
     "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
-    "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
     "dropout below its resolution": (dict(dropout_prob=1e-5, dropout_seed=0), "dropout_prob: got 1e-05"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
-    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is not an array"),
-    "a seed beyond 32 bits, without dropout": (
-        dict(dropout_seed=2**32),
-        "dropout_seed: has the value 4294967296. Pass an integer of 32 bits",
-    ),
-    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: has the value -118059"),
-    "a seed of 64 bits": (
-        dict(dropout_prob=0.1, dropout_seed=np.uint64(2**40)),
-        "dropout_seed: has the value 1099511",
-    ),
+    "a seed beyond 32 bits, without dropout": (dict(dropout_seed=2**32), "dropout_seed: has the value 4294967296"),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
-    "a list of layouts": (dict(layout=["zigzag"]), "layout: got ['zigzag']"),
-    "an array as precision": (dict(precision=np.ones(2)), "precision: got array"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
     "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
-    "segment ids beyond int32": (
-        dict(q_segment_ids=np.full((B, T), 2**32 + 5)),
-        "q_segment_ids: has the value 4294967301. Pass values that fit int32",
-    ),
     "segment ids that would wrap": (
-        dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
-        "q_segment_ids: has the value 2147483649",
+        dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)), "q_segment_ids: has the value 2147483649"
     ),
-    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has the value 1099511627776"),
-    "positions of 2^30": (
-        dict(q_positions=np.arange(T) + 2**30),
-        "q_positions: has values from 1073741824 to 1073741831. Pass positions below 2^30",
-    ),
+    "positions of 2^30": (dict(q_positions=np.arange(T) + 2**30), "q_positions: has values from 1073741824"),
     "positions on the device": (
-        lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))),
-        "kv_positions: has the value -1073741824",
+        lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))), "kv_positions: has the value"
     ),
-    "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
     "short positions": (dict(q_positions=np.arange(3)), "q_positions: has shape (3,)"),
     "slopes for key heads": (dict(alibi_slopes=ones(K)), "alibi_slopes: has shape (2,)"),
     "mask of numbers": (dict(attention_mask=ones(1, 1, T, T)), "attention_mask: has dtype float32"),
-    "mask of two axes": (dict(attention_mask=np.ones((T, T), bool)), "attention_mask: has shape (8, 8)"),
     "mask of one row": (dict(attention_mask=np.ones((1, 1, 1, T), bool)), "attention_mask: has shape (1, 1, 1, 8)"),
-    "mask builder that is no function": (dict(mask_builder=Numpy(np.ones((T, T), bool))), "mask_builder: got Numpy"),
     "mask builder of nothing": (dict(mask_builder=lambda *_: None), "mask_builder: returned NoneType"),
     "mask of another shape": (dict(mask_builder=lambda *_: np.ones((T, 3), bool)), "returned a mask of shape (8, 3)"),
     "documents of another length": (
-        dict(mask_builder=lambda *_: Causal() & Document(np.zeros(5, int))),
-        "returned a mask of shape (5, 5). The global lengths are (8, 8)",
+        dict(mask_builder=lambda *_: Causal() & Document(np.zeros(5, int))), "returned a mask of shape (5, 5)"
     ),
     "predicate of numbers": (
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))),
-        "returned float32. It needs booleans",
+        "It needs booleans, true where a query sees a key",
     ),
     "predicate of another shape": (
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))),
-        "returned shape (3, 5). It must broadcast with the shape of the pairs",
-    ),
-    "a stranger's mask of another shape": (
-        dict(mask_builder=lambda *_: ~Strange()),
-        "returned a mask of shape (3, 8)",
+        "returned bool of shape (3, 5). It needs booleans",
     ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
         "q_segment_ids: is given twice",
     ),
-    "mask_info of another kind": (dict(mask_info={}), "mask_info: got dict"),
     "cfg of another kind": (dict(cfg="fast"), "cfg: got str"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -159,24 +105,6 @@ def test_options_that_make_no_sense_are_refused(name: str):
     options, message = OPTIONS[name]
     with pytest.raises(InputError) as error:
         ring_attention(*arrays(), **(options() if callable(options) else options))
-    assert message in str(error.value)
-
-
-AUX = {
-    "sinks of three axes": ((ones(N, 2, 1), None), "softmax_aux: has shape (4, 2, 1)"),
-    "sinks of key heads": ((ones(K, 2), None), "softmax_aux: has shape (2, 2)"),
-    "no sinks at all": ((ones(0), None), "softmax_aux: has shape (0,)"),
-    "bias of two axes": ((None, ones(T, T)), "bias: has shape (8, 8)"),
-    "bias of one column": ((None, ones(B, N, T, 1)), "bias: has shape (2, 4, 8, 1)"),
-    "bias of booleans": ((None, ones(B, N, T, T, dtype=bool)), "bias: has dtype bool"),
-}
-
-
-@pytest.mark.parametrize("name", AUX)
-def test_sinks_and_biases_of_a_wrong_shape_are_refused(name: str):
-    aux, message = AUX[name]
-    with pytest.raises(InputError) as error:
-        ring_attention(*arrays(), *aux)
     assert message in str(error.value)
 
 
@@ -188,14 +116,6 @@ def test_one_side_given_alone_needs_as_many_queries_as_keys(argument: str):
         ring_attention(q, k, v, **{argument: np.zeros((B, length), int)})
 
 
-@pytest.mark.parametrize("argument", ["q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions"])
-def test_one_side_given_alone_serves_both(argument: str):
-    given = np.arange(B * T, dtype=np.int32).reshape(B, T)
-    call = validated(*arrays(), **{argument: given})
-    for side in ("q_", "kv_"):
-        np.testing.assert_array_equal(getattr(call, side + argument.partition("_")[2]), given)
-
-
 def test_seeds_of_32_bits_are_kept_as_they_are():
     seeds = {3: 3, -1: 2**32 - 1, 2**32 - 1: 2**32 - 1}
     for given, bits in seeds.items():
@@ -205,22 +125,9 @@ def test_seeds_of_32_bits_are_kept_as_they_are():
             assert int(call.dropout_seed) == bits
 
 
-def test_a_scale_below_the_normal_numbers_of_float32_is_zero():
-    scales = {1e-40: 0.0, -1e-50: 0.0, 0: 0.0, -1e-37: -1e-37}
-    assert {x: validated(*arrays(), softmax_scale=x).softmax_scale for x in scales} == scales
-
-
 def test_a_traced_option_is_refused_by_name():
     with pytest.raises(InputError, match="sliding_window: is traced"):
         jax.jit(lambda window: ring_attention(*arrays(), sliding_window=window))(3)
-
-
-def test_whatever_jnp_asarray_accepts_is_an_array():
-    q, k, v = arrays()
-    wanted = ring_attention(q, k, v, causal=True)
-    as_numpy = ring_attention(*(np.asarray(x) for x in (q, k, v)), causal=np.True_)
-    as_lists = ring_attention(*(np.asarray(x).tolist() for x in (q, k, v)), causal=True)
-    assert (wanted == as_numpy).all() and (wanted == as_lists).all()
 
 
 def in_shard_map(axes: tuple[str, ...] = ("sp",), **options: Any) -> Any:
@@ -244,18 +151,6 @@ def test_an_unknown_axis_is_an_error_that_lists_the_axes():
         in_shard_map(axis_name="ring")
 
 
-def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
-    with pytest.raises(
-        InputError, match=r"'zigzag' on 4 ranks needs lengths that 8 divides, but query has 12. Pad it to 16"
-    ):
-        in_shard_map(axis_name="sp", layout="zigzag", length=12)
-
-
-def test_batch_axes_cannot_be_those_of_the_ring():
-    with pytest.raises(InputError, match=r"axis_name: \('sp',\), batch_axis_name \('sp',\) and .* share a mesh axis"):
-        in_shard_map(axis_name="sp", batch_axis_name="sp")
-
-
 @pytest.mark.parametrize("huge", [2**31 - 1, 2**31, 10**12])
 def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
     q, k, v = arrays()
@@ -274,11 +169,6 @@ def test_axis_names_must_be_different_strings(axis: Any):
         ring_attention(*arrays(), axis_name=axis)
 
 
-def test_an_object_that_is_no_mesh_is_refused():
-    with pytest.raises(MeshError, match=r"mesh is int\. Pass a jax\.sharding\.Mesh"):
-        ring_attention(*arrays(), axis_name="sp", mesh=3)  # pyright: ignore[reportArgumentType]
-
-
 def test_symbolic_sizes_are_refused():
     batch, tokens = export.symbolic_shape("b, 8*t")
     x = jax.ShapeDtypeStruct((batch, tokens, 4, 8), jnp.float32)
@@ -286,3 +176,34 @@ def test_symbolic_sizes_are_refused():
         InputError, match=r"query: has shape \(b, 8\*t, 4, 8\), with symbolic sizes. Export one program"
     ):
         export.export(jax.jit(lambda x: ring_attention(x, x, x)))(x)
+
+
+Q, KV = ones(B, T, N, H), ones(B, T, K, H)
+
+
+def test_arrays_on_different_devices_are_refused_by_name():
+    """Without a mesh nothing says where the call should run."""
+    first, second = (lambda x, device=device: jax.device_put(x, device) for device in jax.devices()[:2])
+    q, k = first(Q), first(KV)
+    names = [re.escape(str(device)) for device in jax.devices()[:2]]
+    for call, argument in (
+        (lambda: ring_attention(q, second(KV), k), "key"),
+        (lambda: ring_attention(q, k, k, bias=second(ones(1, 1, T, T))), "bias"),
+        (lambda: decode_attention(q, k, k, second(jnp.array([3, 3]))), "lengths"),
+    ):
+        with pytest.raises(InputError, match=rf"^{argument}: is on {names[1]}, but query is on {names[0]}"):
+            call()
+
+
+def test_a_traced_program_may_hold_arrays_of_any_device_as_constants():
+    key, slopes = (jax.device_put(jnp.ones(shape), jax.devices()[n]) for n, shape in ((1, (2, 8, 4, 8)), (0, (4,))))
+    query = jnp.ones((2, 8, 4, 8))
+    jax.eval_shape(lambda query: ring_attention(query, key, key, alibi_slopes=slopes), query)
+    out = jax.jit(lambda query: ring_attention(query, key, key, alibi_slopes=slopes))(query)
+    np.testing.assert_allclose(out, np.ones_like(out), atol=1e-6)
+
+
+def test_arrays_that_the_caller_has_put_nowhere_go_to_the_others():
+    other = jax.devices()[1]
+    q, k = (jax.device_put(x, other) for x in (Q, KV))
+    assert ring_attention(q, k, k, bias=jnp.ones((1, 1, 8, 8)), alibi_slopes=np.ones(4, np.float32)).device == other

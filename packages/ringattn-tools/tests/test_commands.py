@@ -5,9 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +16,7 @@ from ringattn_core import errors, ring_attention
 from ringattn_core.call.options import OPTIONS
 from ringattn_core.contract.features import Feature
 from ringattn_tools.call_arguments import option_arguments
-from ringattn_tools.main import COMMANDS, main
+from ringattn_tools.main import main
 
 CALL = ["explain", "--query", "1,64,4,8", "--ring", "4"]
 
@@ -100,21 +97,13 @@ WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
     "layout": (["--layout", "spiral"], {"layout": "spiral"}),
     "length": (["--query", "1,60,4,8", "--layout", "zigzag"], {"query": (1, 60, 4, 8), "layout": "zigzag"}),
     "heads": (["--kv", "64,3"], {"key": (1, 64, 3, 8), "value": (1, 64, 3, 8)}),
-    "empty": (["--query", "1,64,0,8"], {"query": (1, 64, 0, 8)}),
-    "window": (["--window", "-5"], {"sliding_window": (-5, -5)}),
-    "chunk": (["--chunk", "0"], {"chunk_size": 0}),
-    "dropout": (["--dropout", "1.5"], {"dropout_prob": 1.5, "dropout_seed": 0}),
-    "soft cap": (["--soft-cap", "-1"], {"logits_soft_cap": -1.0}),
     "bias": (["--bias", "1,3,1,64"], {"bias": (1, 3, 1, 64)}),
-    "precision": (["--precision", "exact"], {"precision": "exact"}),
     "strategy": (["--query", "1,64,6,8", "--strategy", "ulysses"], {"query": (1, 64, 6, 8), "strategy": "ulysses"}),
 }
 
 
 BUILDERS = {
-    "exits_at_import": "raise SystemExit(3)",
     "exits_when_called": "def f(*_): raise SystemExit(3)",
-    "says_nothing": "class E(Exception):\n  def __str__(self): raise E\ndef f(*_): raise E",
 }
 
 
@@ -137,14 +126,12 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
     ("arguments", "fault"),
     [
         (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
-        (["--ring", "1000000"], "--ring: got 1000000. Pass the number of ranks, from 1 to 4096"),
         (["--mask-builder", "os:getcwd"], "mask_builder: called with (64, 64, 4, 0, 1) it raised TypeError: "),
         (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
         (
             ["--query", f"1,{2**20},4,8", "--tile", "4,4"],
             f"--tile: 4,4 makes {2**36} tiles. At most {2**26} can be shown",
         ),
-        (["--tile", "0,8"], "--tile: got 0,8. Pass positive lengths of queries and keys"),
         (
             ["--mask-builder", "json:nothing"],
             "--mask-builder: cannot load 'json:nothing' (AttributeError: module 'json' has no attribute",
@@ -194,17 +181,10 @@ def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsy
     ("arguments", "fault"),
     [
         (["--query", "1,2"], "argument --query: got 2 numbers, it needs B,T,N,H"),
-        (["--query", "1,2,3,x"], "argument --query: got '1,2,3,x', it needs B,T,N,H in whole numbers"),
-        (["--kv", "64"], "argument --kv: got 1 numbers, it needs S,K or S,K,Hv"),
         (["--query", "1,-2,3,4"], "argument --query: got -2, it needs lengths from 0 to"),
-        (["--query", f"1,{10**13},4,8"], "argument --query: got 10000000000000, it needs lengths from 0 to"),
-        (["--sinks", "-1"], "argument --softmax-aux/--sinks: got -1, it needs lengths from 0 to"),
         (["--backend", "xla,"], "argument --backend: got 'xla,', it needs NAME or NAME,NAME"),
-        (["--backend", ""], "argument --backend: got '', it needs NAME or NAME,NAME"),
         (["--platform", "mars"], "argument --platform: invalid choice: 'mars'"),
-        (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
         (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3', it needs W or L,R"),
-        (["--prefix", "3", "--mask-builder", "a:b"], "argument --mask-builder: not allowed with argument --prefix"),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> None:
@@ -223,12 +203,6 @@ def test_the_command_line_takes_every_option_of_a_call() -> None:
     assert named | otherwise | never | {"dropout_seed"} == options
 
 
-def test_a_side_of_a_window_may_be_unbounded(capsys) -> None:
-    for window in ("-,5", "none,5"):
-        status, out, _ = said(capsys, *CALL, "--window", window)
-        assert status == 0 and "sliding window -,5;" in out
-
-
 def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(add, capsys) -> None:
     add("good")
     status, out, err = said(capsys, *CALL, "--backend", "triton, good")
@@ -237,29 +211,11 @@ def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(add,
     assert (status, err) == (1, "") and "none: no ring-attention backend can run this call on 'cpu': absent:" in out
 
 
-def test_a_padded_length_is_told_from_segment_ids_that_were_given(capsys) -> None:
-    for arguments, padding in (
-        ((), "each rank holds 16 queries and 16 keys\n"),
-        (("--query", "1,61,4,8"), ", with padding (which needs SEGMENT_IDS)\n"),
-        (("--query", "1,61,4,8", "--documents", "9"), ", with padding\n"),
-    ):
-        assert padding in said(capsys, *CALL, *arguments)[1]
-
-
-def test_help_says_what_each_command_does(capsys) -> None:
-    for name in COMMANDS:
-        with pytest.raises(SystemExit) as left:
-            main([name, "--help"])
-        out = capsys.readouterr().out
-        assert left.value.code == 0 and f"usage: ringattn {name}" in out
-        assert max(map(len, out.splitlines())) <= 100, "a line that no terminal holds"
-
-
 def shell(code: str, **options: Any) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["expalin"], []])
+@pytest.mark.parametrize("arguments", [["--help"], ["expalin"]])
 def test_help_and_mistakes_are_answered_without_loading_jax(arguments: list[str]) -> None:
     code = f"""
 import sys
@@ -273,32 +229,10 @@ finally:
     assert shell(code.replace("finally:", "finally:\n    import numpy")).stdout.splitlines()[-1] == "['numpy']"
 
 
-def test_the_module_and_the_script_are_one_program() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "ringattn_tools", "--version"], capture_output=True, text=True, check=True
-    )
-    versions = [f"{name} {metadata.version(name)}" for name in ("ringattn-tools", "ringattn-core")]
-    assert run.stdout == f"{', '.join(versions)}\n"
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"ringattn": f"{main.__module__}:{main.__name__}"}
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_closed_pipe_is_no_error(unbuffered: str) -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     command = [sys.executable, "-m", "ringattn_tools", *CALL]
-    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout and run.stderr
     run.stdout.close()
     complaint = run.stderr.read()
     assert (run.wait(60), complaint) == (141, "")
-
-
-def test_an_error_says_where_the_name_came_from_and_nothing_of_jax(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("RINGATTN_BACKEND", "goof")
-    status, _, err = said(capsys, *CALL)
-    assert status == 2 and err.endswith("The backend was named by RINGATTN_BACKEND.\n")
-    error = errors.InputError("x", "got 1", "Pass 2")
-    error.add_note("It was\nasked for.")
-    error.add_note("-----\nJAX has removed frames.")
-    assert error.one_line() == "x: got 1. Pass 2. It was asked for."

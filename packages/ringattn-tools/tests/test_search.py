@@ -4,7 +4,6 @@
 import concurrent.futures
 import dataclasses
 import io
-import math
 import os
 import sys
 import threading
@@ -146,30 +145,6 @@ class TestTheFastestIsChosen:
         rounds = {timed.params.q_blocksize: timed.rounds for timed in outcome.forward}
         assert rounds == {8: search.ROUNDS, 16: search.ROUNDS, 32: search.ROUNDS, 64: 1}
 
-    def test_every_candidate_is_measured_once_a_round_in_turn(self, mine: Any, times: Any) -> None:
-        takes = dict.fromkeys(SIZES, 1.0)
-        clock = times(steady(takes, takes))
-        search.fastest(mine(Kernel()), problem(), DEFAULT)
-        assert set(clock.measured.values()) == {search.ROUNDS}
-
-    def test_a_candidate_that_is_the_default_is_tried_once(self, mine: Any, times: Any) -> None:
-        times(lambda *_: 1.0)
-        outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
-        assert [timed.params.q_blocksize for timed in outcome.forward] == list(SIZES)
-
-    def test_where_nothing_is_offered_it_is_the_default_and_nothing_runs(self, mine: Any) -> None:
-        kernel = Kernel()
-        kernel.candidate_configs = lambda problem: []  # pyright: ignore[reportAttributeAccessIssue]
-        assert search.fastest(mine(kernel), problem(), DEFAULT) == search.Outcome(DEFAULT, (), ())
-        assert kernel.traced == []
-
-    def test_the_kernel_itself_runs_with_what_is_measured(self, mine: Any, times: Any) -> None:
-        times(lambda *_: 1.0)
-        kernel = Kernel()
-        search.fastest(mine(kernel), problem(), DEFAULT)
-        assert {params.q_blocksize for part, params in kernel.traced if part == "forward"} == set(SIZES)
-        assert {params.q_blocksize for part, params in kernel.traced if part == "backward"} >= set(SIZES)
-
 
 class TestACandidateThatFails:
     @pytest.mark.parametrize("part", ["forward", "backward"])
@@ -182,19 +157,6 @@ class TestACandidateThatFails:
         assert timed[32].failure is None
         chosen = outcome.config.fwd_params if part == "forward" else outcome.config.bwd_params
         assert chosen.q_blocksize == 32
-
-    @pytest.mark.parametrize(
-        "error", [MemoryError("of the host"), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")]
-    )
-    def test_for_want_of_memory_says_so(self, error: Exception, mine: Any, times: Any) -> None:
-        times(lambda *_: 1.0)
-        outcome = search.fastest(mine(Kernel({("forward", 64): error})), problem(), DEFAULT)
-        assert outcome.forward[-1].failure == f"out of memory: {type(error).__name__}: {error}"
-
-    def test_may_be_the_default(self, mine: Any, times: Any) -> None:
-        times(steady({16: 1.0, 32: 0.5, 64: 1.0}, dict.fromkeys(SIZES, 1.0)))
-        outcome = search.fastest(mine(Kernel({("forward", 8): ValueError("not here")})), problem(), DEFAULT)
-        assert outcome.config.fwd_params == FwdParams(32)
 
     def test_with_all_others_is_an_error_that_says_why(self, mine: Any) -> None:
         failing = {("backward", size): ValueError(f"never {size}") for size in SIZES}
@@ -213,21 +175,10 @@ class TestACandidateThatFails:
 
 
 class TestWhatCannotBeTuned:
-    def test_a_kernel_without_candidates(self, mine: Any) -> None:
-        class Plain:
-            forward, backward = Kernel.forward, Kernel.backward
-
-        with pytest.raises(TuningError, match="it has no candidate_configs"):
-            search.fastest(mine(Plain()), problem(), DEFAULT)
-
     @pytest.mark.parametrize("elsewhere", [{"device": "NVIDIA H200"}, {"platform": "cuda"}])
     def test_a_problem_of_another_device(self, elsewhere: dict[str, str], mine: Any) -> None:
         with pytest.raises(TuningError, match="this process has no device"):
             search.fastest(mine(Kernel()), problem(**elsewhere), DEFAULT)
-
-    def test_a_problem_that_was_not_made_from_a_call(self, mine: Any) -> None:
-        with pytest.raises(TuningError, match="its problem was not made from a call"):
-            search.fastest(mine(Kernel()), problem(call=None), DEFAULT)
 
 
 class TestWhereItRuns:
@@ -293,33 +244,11 @@ class TestTheProgressBar:
             assert f"{part}: round {search.ROUNDS} of {search.ROUNDS}" in stream.getvalue()
         assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the last line of the bars is not erased"
 
-    def test_it_ends_full_also_where_candidates_fail_or_drop_out(self, terminal: Any, mine: Any, times: Any) -> None:
-        takes = {8: 1.0, 16: 9.0, 32: 1.2, 64: 1.0}
-        times(steady(takes, takes))
-        stream = terminal()
-        search.fastest(mine(Kernel({("forward", 64): ValueError("no")})), problem(), DEFAULT)
-        assert stream.getvalue().count("100%") >= 2
-
-    def test_a_failure_erases_it_too(self, terminal: Any, mine: Any) -> None:
-        failing = {("forward", size): ValueError("never") for size in SIZES}
-        stream = terminal()
-        with pytest.raises(TuningError):
-            search.fastest(mine(Kernel(failing)), problem(), DEFAULT)
-        assert "compiling" in stream.getvalue() and stream.getvalue().endswith("\x1b[1A\x1b[2K")
-
     def test_without_a_terminal_there_is_none(self, mine: Any, times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         times(lambda *_: 1.0)
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         search.fastest(mine(Kernel()), problem(), DEFAULT)
         assert sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_a_fast_program_is_called_often_enough_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(search, "_seconds", lambda run, calls: asked.append(calls) or search.LEAST_SECONDS / 10)
-    race = search._Race("mine", threading.Event(), None)
-    race.run("forward", [FwdParams(8)], lambda params: lambda: None)
-    assert asked == [1, *[math.ceil(10 - 1e-9)] * search.ROUNDS]
 
 
 def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test of the TPU backend stands on: CPU devices, interpreted kernels, strict promotion."""
+"""Setup of the tests of the TPU backend: kernels are interpreted, no rank is promoted, and slow results are shared."""
 
 import fcntl
 import json
@@ -9,15 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["RINGATTN_TPU_INTERPRET"] = "1"
-if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-
 import jax
 import pytest
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
+os.environ["RINGATTN_TPU_INTERPRET"] = "1"
 jax.config.update("jax_numpy_rank_promotion", "raise")
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -30,26 +30,16 @@ def test_only_1_asks_for_the_interpreter(value, monkeypatch):
     assert availability.why_unavailable() is not None
 
 
-def test_a_cpu_that_interprets_is_enough():
-    assert availability.why_unavailable() is None
-
-
-@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU7x", "TPU v8", "TPU next"])
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5p", "TPU7x", "TPU next"])
 def test_a_tpu_of_a_supported_generation_is_enough_without_the_variable(kind, monkeypatch):
     monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
     assert availability._why([tpu(kind)]) is None
 
 
-@pytest.mark.parametrize("kind", ["TPU v2", "TPU v3", "TPU v4", "TPU v4 lite"])
+@pytest.mark.parametrize("kind", ["TPU v3", "TPU v4 lite"])
 def test_an_older_tpu_is_named_with_what_is_needed(kind):
     reason = availability._why([tpu(), tpu(kind, 3)])
     assert reason == f"device 3 is a {kind}; the kernels are for TPU v5e, v5p, v6e, 7x and later"
-
-
-def test_a_gpu_beside_tpus_is_no_tpu(monkeypatch):
-    monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
-    gpu = types.SimpleNamespace(platform="gpu", id=1, device_kind="NVIDIA H200")
-    assert "but gpu" in (availability._why([tpu(), gpu]) or "")
 
 
 def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
@@ -58,12 +48,8 @@ def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
         for platform in ("cpu", "tpu")
     )
     assert "it serves tpu, not cpu" in (on_cpu["tpu"] or "") and on_tpu["tpu"] is None
+    assert next(iter(on_tpu)) == "tpu", "on a TPU it is the default"
     assert discovery.get("tpu").why_unavailable() is None
-
-
-def test_on_a_tpu_it_is_the_default():
-    best, *_ = [registration.name for registration, reason in candidates(frozenset(), "tpu") if reason is None]
-    assert best == "tpu"
 
 
 def test_the_descriptor_is_registered_and_imports_no_kernel():

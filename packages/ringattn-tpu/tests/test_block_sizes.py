@@ -13,10 +13,14 @@ from ringattn_tpu.block_sizes import Sizes
 from tpu_blocks import make_block
 
 
-def shaped(length: int, kv_length: int | None = None, batch: int = 1, dim: int = 128, **options) -> Block:
-    """A block of these lengths whose arrays are shapes alone."""
-    options = {"dtype": jnp.bfloat16, "draw": lambda size: jnp.zeros(size), **options}
-    return jax.eval_shape(lambda: make_block(batch, length, kv_length or length, 1, dim=dim, **options))
+def shaped(length: int, **options: Any) -> Block:
+    """A block with so many queries and keys whose arrays are shapes alone."""
+    one = make_block(1, 1, 1, 1, dim=128, dtype=jnp.bfloat16, **options)
+
+    def longer(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.repeat(x, length, axis)
+
+    return jax.eval_shape(lambda block: block.map_queries(longer).map_keys(longer), one)
 
 
 def chosen(block: Block) -> Sizes:

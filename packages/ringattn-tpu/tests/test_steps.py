@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every visible pair of tiles is visited exactly once, and every step says the truth about itself."""
+"""Every visible pair of tiles is visited exactly once, and no other."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import tiles
 from ringattn_tpu import block_sizes
 from ringattn_tpu import steps as listing
-from ringattn_tpu.steps import FIRST, IDLE, LAST, MASKED, OPENS, PAIRED, Numbering, Steps
+from ringattn_tpu.steps import MASKED, PAIRED, Steps
 from tpu_blocks import OPTIONS, make_block, with_option
 
 TILE = 16
@@ -51,46 +51,6 @@ def test_no_tile_is_visited_or_masked_that_core_says_need_not_be(option: str, by
     assert [step.has(MASKED) for step in steps] == [not full[step[:3]] for step in steps]
 
 
-@pytest.mark.parametrize("every_own", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_flags_open_and_close_each_own_tile_and_each_batch_row_once(option: str, every_own: bool):
-    block = whole(with_option(option))
-    found = listing.steps(block, TILE, TILE, every_own=every_own)
-    steps = read(found)
-    assert [step[:3] for step in steps] == sorted(step[:3] for step in steps)
-    for flag, key in ((OPENS, lambda step: step.row), (FIRST, lambda step: step[:2])):
-        firsts = [number for number, step in enumerate(steps) if number == 0 or key(steps[number - 1]) != key(step)]
-        assert [number for number, step in enumerate(steps) if step.has(flag)] == firsts
-    lasts = [n for n, step in enumerate(steps) if n == len(steps) - 1 or steps[n + 1][:2] != step[:2]]
-    assert [number for number, step in enumerate(steps) if step.has(LAST)] == lasts
-    if every_own:
-        owns = {(row, own) for row in range(found.rows) for own in range(block.q_length // TILE)}
-        assert {step[:2] for step in steps} == owns
-
-
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_own_tile_that_sees_nothing_has_one_idle_step_where_every_own_is_asked_for(option: str, by_keys: bool):
-    block = whole(with_option(option))
-    visited = read(listing.steps(block, TILE, TILE, by_keys))
-    asked = read(listing.steps(block, TILE, TILE, by_keys, every_own=True))
-    idle = [step for step in asked if step.has(IDLE)]
-    assert not any(step.has(IDLE) for step in visited)
-    assert [step._replace(flags=step.flags & ~OPENS) for step in asked if not step.has(IDLE)] == [
-        step._replace(flags=step.flags & ~OPENS) for step in visited
-    ]
-    assert not {step[:2] for step in idle} & {step[:2] for step in visited}
-    assert all(step.has(FIRST) and step.has(LAST) for step in idle)
-
-
-def test_a_block_that_sees_nothing_has_no_steps():
-    block = whole(with_option("causal, all keys too late"))
-    assert int(listing.steps(block, TILE, TILE).length) == 0
-    assert [step.flags & (FIRST | LAST | IDLE) for step in read(listing.steps(block, TILE, TILE, every_own=True))] == [
-        FIRST | LAST | IDLE
-    ] * 3
-
-
 def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
     block = whole(with_option("causal segments"))
     some, full = (np.asarray(x) for x in tiles(block, TILE, TILE))
@@ -118,7 +78,7 @@ def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_rows_share_draws_only_where_both_indices_come_in_runs_of_16(index, paired, by_keys: bool, of_keys: bool):
     given = {"kv_index" if of_keys else "q_index": np.int32(index)[None]}
-    block = make_block(q_length=48, kv_length=48, dropout=0.1, seed=np.uint32([1, 2]), **given)
+    block = make_block(q_length=48, kv_length=48, dropout_prob=0.1, seed=np.uint32([1, 2]), **given)
     steps = read(listing.steps(block, TILE, TILE, by_keys))
     assert {(step.own if by_keys == of_keys else step.visiting): step.has(PAIRED) for step in steps} == dict(
         enumerate(paired)
@@ -140,17 +100,8 @@ def test_the_list_of_documents_is_made_on_the_device():
 @pytest.mark.parametrize(("window", "tiles_of_a_query"), [(512, 3), (4096, 5)])
 def test_a_window_visits_one_tile_more_than_it_fills(window: int, tiles_of_a_query: int):
     length = 16384
-    block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, window=(window, None))
+    block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, sliding_window=(window, None))
     sizes = block_sizes.choose(block, block.rule.fwd_params)
     assert window == (tiles_of_a_query - 1) * sizes.kv_tile
     visited = np.bincount([step.own for step in read(listing.steps(block, sizes.q_tile, sizes.kv_tile))])
     assert visited.max() == tiles_of_a_query and set(visited[tiles_of_a_query:]) == {tiles_of_a_query}
-
-
-def test_a_number_holds_every_field_up_to_its_bound():
-    numbering = Numbering(own_bits=9, visiting_bits=8)
-    for batch, own, visiting, flags in ((255, 511, 255, 63), (0, 0, 0, 0), (1, 0, 255, 8), (3, 511, 0, 1)):
-        step = numbering.write(batch, own, visiting, flags)
-        assert step < 2**31
-        assert (numbering.batch(step), numbering.own(step), numbering.visiting(step)) == (batch, own, visiting)
-        assert step & 63 == flags

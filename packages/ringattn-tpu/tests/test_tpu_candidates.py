@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the candidates: each cuts the block in a way of its own, and every one computes the same numbers."""
+"""Every candidate for tuning computes the same numbers."""
 
 import jax
 import numpy as np
-import pytest
 from ringattn_core import ring_attention
 from ringattn_core.tuning import Problem
 from ringattn_tpu.block import KERNEL
-from ringattn_tpu.block_sizes import cut
 
 
 def problem(length: int) -> Problem:
@@ -17,31 +15,14 @@ def problem(length: int) -> Problem:
     )  # fmt: skip
 
 
-def cuts(length: int) -> list[tuple[int, int, int]]:
-    found = []
-    for config in KERNEL.candidate_configs(problem(length)):
-        params = config.fwd_params
-        assert params.to_dict() == config.bwd_params.to_dict()
-        tiles = [cut(length, size or 0)[0] for size in (params.q_blocksize, params.kv_blocksize)]
-        found.append((*tiles, dict(params.extra)["part"]))
-    return found
-
-
-@pytest.mark.parametrize("length", [100, 700, 8192])
-def test_no_two_cut_a_block_alike(length: int) -> None:
-    found = cuts(length)
-    assert 1 <= len(set(found)) == len(found)
-    assert all(q * kv <= 2**20 and part <= min(q, kv) for q, kv, part in found)
-
-
 def test_every_candidate_computes_the_same() -> None:
-    q, k, v, dout = (jax.random.normal(key, (1, 700, 2, 8)) for key in jax.random.split(jax.random.key(3), 4))
+    q, k, v, dout = (jax.random.normal(key, (1, 300, 2, 8)) for key in jax.random.split(jax.random.key(3), 4))
 
     def of(config: object) -> list[np.ndarray]:
         out, back = jax.vjp(lambda *x: ring_attention(*x, causal=True, backend="tpu", cfg=config), q, k, v)
         return [np.asarray(x) for x in (out, *back(dout))]
 
     wanted = of(None)
-    for config in KERNEL.candidate_configs(problem(700))[1::7]:
+    for config in KERNEL.candidate_configs(problem(300))[1::4]:
         for got, want in zip(of(config), wanted, strict=True):
             np.testing.assert_allclose(got, want, atol=3e-5)

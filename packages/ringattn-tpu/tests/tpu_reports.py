@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
@@ -46,20 +45,16 @@ class Permute:
 class Report:
     """What the compiler says of one program.
 
-    `bodies` are the bundles from the first to the last product of each body of a kernel, in the order of its code, and
-    `spans` those from the first to the last product of all of it, for a kernel that is known to have but one body;
-    `vmem` is what each kernel takes of the vector memory, in bytes; `cycles` are the compiler's estimate for all but
-    kernels and sends; `peak` is the most memory that a device needs, in bytes; `kernels` counts launches.
+    `bodies` are the bundles from the first to the last product of each body of a kernel, in the order of its code;
+    `vmem` is what each kernel takes of the vector memory, in bytes; `peak` is the most memory that a device needs, in
+    bytes; `kernels` counts launches.
     """
 
     permutes: tuple[Permute, ...]
     kernels: Mapping[str, int]
     bodies: Mapping[str, tuple[int, ...]]
-    spans: Mapping[str, int]
     vmem: Mapping[str, int]
-    cycles: int
     peak: int
-    seconds: float
 
     @property
     def exposed(self) -> list[str]:
@@ -105,18 +100,17 @@ def _compile(topology: str, dump: Path, programs: Mapping[str, tuple[str, Mappin
     for name, (builder, options) in programs.items():
         module, _, function = builder.partition(":")
         step, arrays = getattr(importlib.import_module(module), function)(devices, **options)
-        start, before = time.monotonic(), set(dump.iterdir())
+        before = set(dump.iterdir())
         try:
             program = jax.jit(step).lower(*arrays).compile()
         except jax.errors.JaxRuntimeError as error:
             found[name] = str(error)
             continue
-        seconds = time.monotonic() - start
-        found[name] = of(program, set(dump.iterdir()) - before, seconds).as_dict()
+        found[name] = of(program, set(dump.iterdir()) - before).as_dict()
     return found
 
 
-def of(program: Any, dumped: set[Path], seconds: float) -> Report:
+def of(program: Any, dumped: set[Path]) -> Report:
     """The report on a compiled program, from its text and from what libtpu wrote of it."""
     text = program.as_text()
     assert "is_scheduled=true" in text, "the instructions are in no order yet"
@@ -132,29 +126,21 @@ def of(program: Any, dumped: set[Path], seconds: float) -> Report:
         permutes=tuple(permute for computation in schedules(text).values() for permute in permutes(computation)),
         kernels=kernels,
         bodies={name: max((bodies_of(one) for one in found), key=sum) for name, found in products.items()},
-        spans={name: max(one[-1] - one[0] + 1 for one in found) for name, found in products.items()},
         vmem=vmem,
-        cycles=sum(sum(_numbers(_ESTIMATE, line)) for line in lines),
         peak=program.memory_analysis().peak_memory_in_bytes,
-        seconds=seconds,
     )
 
 
 _USED: Final = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
-_ESTIMATE: Final = r'"estimated_cycles":"(\d+)"'
 _INSTRUCTION: Final = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = .*?[\])}] ([\w\-]+)\(")
 
 
 def _numbers(pattern: str, line: str) -> list[int]:
-    """What the pattern finds. An estimate that the compiler does not have is -1, written without its sign."""
-    return [0, *(number for number in map(int, re.findall(pattern, line)) if number < 2**63)]
+    return [0, *map(int, re.findall(pattern, line))]
 
 
 def schedules(text: str) -> dict[str, list[str]]:
-    """The instructions of each computation that is scheduled, in order: the entry, and bodies of loops and branches.
-
-    What a fusion does is no schedule: it is one instruction, and its estimate stands where it is called.
-    """
+    """The instructions of each computation that is scheduled, in order: the entry, and bodies of loops and branches."""
     found: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():

@@ -23,14 +23,11 @@ from ringattn_xla.block import KERNEL as REFERENCE
 from tpu_blocks import dense_mask, ids, make_block
 
 CASES: Final[dict[str, dict[str, Any]]] = {
-    "causal": {"causal": True},
-    "all visible to heads that share keys": {"kv_heads": 1},
     "nothing visible": {"causal": True, "offset": 512},
     "documents that differ by row": {"batch": 2, "documents": True, "kv_heads": 1},
     "slopes, in two passes": {"causal": True, "slopes": True},
-    "bias": {"bias": (1, 2, 256), "causal": True, "window": (100, None)},
     "bias that all share": {"batch": 2, "bias": (1, 1, 1)},
-    "dense mask and dropout": {"mask": True, "dropout": 0.2},
+    "dense mask and dropout": {"mask": True, "dropout_prob": 0.2},
 }
 FAULTS: Final = ("none", "a copy is read before it is there", "two heads write one place")
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ringattn_triton.hopper.backward_transfers import async_atomic_add
 from ringattn_triton.hopper.hardware_barriers import hardware_barrier
-from ringattn_triton.hopper.head_tiles import tiles_of_piece
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -59,10 +58,6 @@ def products(A, B, OUT, B_ROWS: gl.constexpr, TILES: gl.constexpr, PLACES: gl.co
     never_initialised = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     if FAULT == "waits anywhere":
         mbarrier.wait(never_initialised, 1)
-    if FAULT == "arrives anywhere":
-        mbarrier.arrive(never_initialised, count=1)
-    if FAULT == "fetches to anywhere":
-        fetch(left, [0, 0], never_initialised, ring.left)
     for place in gl.static_range(PLACES):
         mbarrier.init(ring.full.index(place), count=1)
         mbarrier.init(ring.empty.index(place), count=1)
@@ -75,11 +70,6 @@ def products(A, B, OUT, B_ROWS: gl.constexpr, TILES: gl.constexpr, PLACES: gl.co
 def _fetch(ring, left, right, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: gl.constexpr):
     BYTES: gl.constexpr = TILE * DIM * 2
     if FAULT == "never fetches":
-        return
-    if FAULT == "ends late":
-        turns = 0
-        while turns < 20000:
-            turns += 1
         return
     mbarrier.expect(ring.left_full, ROWS * DIM * 2)
     fetch(left, [0, 0], ring.left_full, ring.left)
@@ -101,18 +91,12 @@ def _multiply(ring, OUT, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: gl.co
     at = rows[:, None] * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))[None, :]
     ignored = gl.full([ROWS, TILE], 1.0, gl.float32, LAYOUT)
     mbarrier.wait(ring.left_full, 0)
-    if FAULT == "never consumes":
-        return
     for i in range(TILES):
         place = i % PLACES
         phase = (i // PLACES) & 1
         right = ring.right.index(place).permute((1, 0))
         if FAULT != "read too early" and FAULT != "never waits":
             mbarrier.wait(ring.full.index(place), phase)
-        if FAULT == "another dtype":
-            ring.right.index(place).store(gl.zeros([TILE, DIM], gl.float32, LAYOUT))
-        if FAULT == "another shape":
-            ring.right.index(place).store(gl.zeros([1, DIM], ring.right.dtype, LAYOUT))
         if FAULT == "no fence" or FAULT == "a fence":
             ring.right.index(place).store(ring.right.index(place).load(HELD))
             if FAULT == "a fence":
@@ -137,203 +121,7 @@ def _multiply(ring, OUT, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: gl.co
                 mbarrier.wait(ring.full.index(place), phase)
             if FAULT != "given up too early" and FAULT != "never gives up":
                 mbarrier.arrive(ring.empty.index(place), count=1)
-            if FAULT == "store past the end":
-                gl.store(OUT + i * (ROWS * TILE) + TILES + at, out)
-            else:
-                gl.store(OUT + i * (ROWS * TILE) + at, out)
-
-
-@gluon.jit
-def tile_of(
-    X, OUT, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, ROW: gl.constexpr, COLUMN: gl.constexpr, FAULT: gl.constexpr
-):
-    """One tile of a matrix, from wherever; without partitions, and breaks one rule, whichever is named."""
-    TYPE: gl.constexpr = X.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
-    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = tma.make_tensor_descriptor(X, [HEIGHT, WIDTH], [WIDTH, 1], [TILE, DIM], LAYOUT)
-    place = gl.allocate_shared_memory(TYPE, [TILE, DIM], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    if FAULT == "announced late":
-        mbarrier.arrive(full, count=1)
-    else:
-        mbarrier.expect(full, TILE * DIM * 2)
-    fetch(tiles, [ROW, COLUMN], full, place)
-    mbarrier.wait(full, 0)
-    if FAULT == "fetched again":
-        mbarrier.expect(full, TILE * DIM * 2)
-        fetch(tiles, [ROW, COLUMN], full, place)
-    rows = gl.arange(0, TILE, gl.SliceLayout(1, HELD))
-    columns = gl.arange(0, DIM, gl.SliceLayout(0, HELD))
-    gl.store(OUT + rows[:, None] * DIM + columns[None, :], place.load(HELD))
-    if FAULT == "announced late":
-        mbarrier.expect(full, TILE * DIM * 2)
-    if FAULT is not None:
-        mbarrier.wait(full, 1)
-
-
-@gluon.jit
-def tile_of_head(X, OUT, HEIGHT: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, FAULT: gl.constexpr):
-    """The first tile of the last head, in a place without an axis for heads."""
-    TYPE: gl.constexpr = X.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
-    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = tiles_of_piece(X, HEADS, HEIGHT, WIDTH, WIDTH, HEADS * WIDTH, TILE, DIM)
-    place = gl.allocate_shared_memory(TYPE, [TILE, DIM], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.expect(full, TILE * DIM * 2)
-    if FAULT == "not in one piece":
-        place.permute((1, 0)).reshape((1, TILE, DIM))
-    fetch(tiles, [HEADS - 1, 0, 0], full, place.reshape((1, TILE, DIM)))
-    mbarrier.wait(full, 0)
-    rows = gl.arange(0, TILE, gl.SliceLayout(1, HELD))
-    columns = gl.arange(0, DIM, gl.SliceLayout(0, HELD))
-    gl.store(OUT + rows[:, None] * DIM + columns[None, :], place.load(HELD))
-
-
-@gluon.jit
-def in_slices(X, OUT, FAULT: gl.constexpr):
-    """Two tiles of a matrix that share a place, its lower half first, read some rows at a time."""
-    TYPE: gl.constexpr = X.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
-    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    FEW: gl.constexpr = TILE // 4
-    tiles = tma.make_tensor_descriptor(X, [2 * TILE, DIM], [DIM, 1], [TILE, DIM], LAYOUT)
-    place = gl.allocate_shared_memory(TYPE, [2 * TILE, DIM], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.expect(full, 2 * TILE * DIM * 2)
-    fetch(tiles, [TILE, 0], full, place.slice(TILE, TILE))
-    fetch(tiles, [0, 0], full, place.slice(0, TILE, dim=0))
-    mbarrier.wait(full, 0)
-    if FAULT == "fetched again":
-        mbarrier.expect(full, TILE * DIM * 2)
-        fetch(tiles, [0, 0], full, place.slice(TILE, TILE))
-    if FAULT == "past the end":
-        place.slice(TILE, 2 * TILE).load(HELD)
-    if FAULT == "before the beginning":
-        place.slice(-FEW, FEW).load(HELD)
-    if FAULT == "known too late":
-        place.slice(gl.program_id(0), FEW).load(HELD)
-    rows = gl.arange(0, FEW, gl.SliceLayout(1, HELD))
-    columns = gl.arange(0, DIM, gl.SliceLayout(0, HELD))
-    for part in gl.static_range(8):
-        at = (part * FEW + rows)[:, None] * DIM + columns[None, :]
-        gl.store(OUT + at, place.slice(part * FEW, FEW).load(HELD))
-    if FAULT == "fetched again":
-        mbarrier.wait(full, 1)
-
-
-@gluon.jit
-def halves_summed(A, B, OUT):
-    """A product whose sum is taken in two parts, the second begun before the first is done; without partitions."""
-    TYPE: gl.constexpr = A.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    left = tma.make_tensor_descriptor(A, [ROWS, 2 * DIM], [2 * DIM, 1], [ROWS, DIM], LAYOUT)
-    right = tma.make_tensor_descriptor(B, [TILE, 2 * DIM], [2 * DIM, 1], [TILE, DIM], LAYOUT)
-    lefts = gl.allocate_shared_memory(TYPE, [2, ROWS, DIM], LAYOUT)
-    rights = gl.allocate_shared_memory(TYPE, [2, TILE, DIM], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.expect(full, 2 * (ROWS + TILE) * DIM * 2)
-    for half in gl.static_range(2):
-        fetch(left, [0, half * DIM], full, lefts.index(half))
-        fetch(right, [0, half * DIM], full, rights.index(half))
-    mbarrier.wait(full, 0)
-    acc = gl.zeros([ROWS, TILE], gl.float32, SUMS)
-    acc = warpgroup_mma(lefts.index(0), rights.index(0).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(lefts.index(1), rights.index(1).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    gl.store(OUT + rows[:, None] * TILE + gl.arange(0, TILE, gl.SliceLayout(0, SUMS))[None, :], acc)
-
-
-@gluon.jit
-def turns(TAKEN_BEFORE, TIMES_BEFORE, OUT, TAKEN, TIMES, TURNS: gl.constexpr):
-    """Two consumers of each program have a part of every turn that its producer takes from a common counter."""
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(2):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=2)
-    gl.warp_specialize(
-        [
-            (_use_turns, (0, numbers, full, empty, OUT, TIMES, TURNS)),
-            (_use_turns, (1, numbers, full, empty, OUT, TIMES, TURNS)),
-            (_take_turns, (numbers, full, empty, TAKEN, TURNS)),
-        ],
-        [4, 4],
-        [64, 64],
-    )
-
-
-@gluon.jit
-def _take_turns(numbers, full, empty, TAKEN, TURNS: gl.constexpr):
-    turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
-    done = 0
-    last = 0
-    while last < TURNS:
-        mbarrier.wait(empty.index(done % 2), ((done // 2) & 1) ^ 1)
-        numbers.index(done % 2).store(gl.full([1], turn, gl.int32, ONE))
-        mbarrier.arrive(full.index(done % 2), count=1)
-        done += 1
-        last = turn
-        turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
-
-
-@gluon.jit
-def _use_turns(NUMBER: gl.constexpr, numbers, full, empty, OUT, TIMES, TURNS: gl.constexpr):
-    i = NUMBER * TILE + gl.arange(0, TILE, ONE)
-    done = 0
-    turn = 0
-    while turn < TURNS:
-        mbarrier.wait(full.index(done % 2), (done // 2) & 1)
-        turn = gl.max(numbers.index(done % 2).load(ONE), 0)
-        mbarrier.arrive(empty.index(done % 2), count=1)
-        done += 1
-        if turn < TURNS:
-            gl.store(OUT + turn * (2 * TILE) + i, turn * (2 * TILE) + i)
-            gl.atomic_add(TIMES + turn * (2 * TILE) + i, gl.full([TILE], 1, gl.int32, ONE))
-
-
-@gluon.jit
-def handed_on(TAKEN_BEFORE, TIMES_BEFORE, OUT, TAKEN, TIMES, ROUNDS: gl.constexpr):
-    """Three partitions add to a number one after the other, all take turns at once, and all meet every round."""
-    number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    mine = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    number.store(gl.full([1], 0, gl.int32, ONE))
-    for partition in gl.static_range(3):
-        mbarrier.init(mine.index(partition), count=1)
-    mbarrier.init(met, count=3)
-    gl.warp_specialize(
-        [
-            (_hand_on, (0, number, mine, met, OUT, TAKEN, TIMES, ROUNDS)),
-            (_hand_on, (1, number, mine, met, OUT, TAKEN, TIMES, ROUNDS)),
-            (_hand_on, (2, number, mine, met, OUT, TAKEN, TIMES, ROUNDS)),
-        ],
-        [4, 4],
-        [64, 64],
-    )
-
-
-@gluon.jit
-def _hand_on(ME: gl.constexpr, number, mine, met, OUT, TAKEN, TIMES, ROUNDS: gl.constexpr):
-    for i in range(ROUNDS):
-        for _ in gl.static_range(4):
-            gl.atomic_add(TIMES + gl.atomic_add(TAKEN, 1), 1)
-        mbarrier.wait(mine.index(ME), (i + (1 if ME == 0 else 0)) & 1)
-        number.store(number.load(ONE) + 1)
-        mbarrier.arrive(mine.index((ME + 1) % 3), count=1)
-        mbarrier.arrive(met, count=1)
-        mbarrier.wait(met, i & 1)
-    if ME == 0:
-        gl.store(OUT + gl.program_id(0) + gl.arange(0, 1, ONE), number.load(ONE))
+            gl.store(OUT + i * (ROWS * TILE) + at, out)
 
 
 @gluon.jit

@@ -14,40 +14,6 @@ def twice(x):
 
 
 @triton.jit
-def binary(X, Y, OUT, OP: tl.constexpr, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    x = tl.load(X + i)
-    y = tl.load(Y + i)
-    if OP == "add":
-        z = x + y
-    elif OP == "sub":
-        z = x - y
-    elif OP == "mul":
-        z = x * y
-    elif OP == "div":
-        z = x / y
-    elif OP == "floordiv":
-        z = x // y
-    elif OP == "mod":
-        z = x % y
-    elif OP == "and":
-        z = x & y
-    elif OP == "shift":
-        z = (x << y) >> 1
-    elif OP == "less":
-        z = tl.where(x < y, x, y)
-    else:
-        z = tl.maximum(x, y)
-    tl.store(OUT + i, z)
-
-
-@triton.jit
-def cast(X, OUT, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    tl.store(OUT + i, tl.load(X + i).to(OUT.dtype.element_ty))
-
-
-@triton.jit
 def product(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
     m = tl.arange(0, M)[:, None]
     n = tl.arange(0, N)[None, :]
@@ -120,32 +86,3 @@ def jumping(X, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     x = tl.load(X + i)
     tl.store(OUT + i, x + tl.load(X + tl.max(x, 0).to(tl.int32)))
-
-
-@triton.jit
-def wide_product(X, Y, HIGH, LOW, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    high, low = tl.inline_asm_elementwise(
-        "{.reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$1, $0}, product;}", "=r,=r,r,r",
-        [tl.load(X + i), tl.load(Y + i)], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
-    )  # fmt: skip
-    tl.store(HIGH + i, high)
-    tl.store(LOW + i, low)
-
-
-@triton.jit
-def unknown_instruction(X, OUT, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    y = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [tl.load(X + i)], dtype=tl.uint32, is_pure=True, pack=1)
-    tl.store(OUT + i, y)
-
-
-@triton.jit
-def words(X, OUT, SIZE: tl.constexpr, FROM: tl.constexpr):
-    """Writes pairs of numbers of 16 bits as words of 32."""
-    i = tl.arange(0, SIZE)
-    word = tl.load(X + i)
-    tl.inline_asm_elementwise(
-        "st.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [OUT + (FROM + 2 * i), word],
-        dtype=tl.uint32, is_pure=False, pack=1,
-    )  # fmt: skip

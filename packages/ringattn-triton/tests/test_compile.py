@@ -165,12 +165,8 @@ PLAIN, CAUSAL, RAGGED = (
     ("head_dim", "soft_cap", "length", "fields", "fresh"),
     [
         *((128, None, *kind) for kind in (PLAIN, CAUSAL, RAGGED)),
-        # A kernel with a mask has the loop of one without, and its own.
-        *(
-            (*heads, *kind)
-            for heads in ((64, None), (128, 30.0), (192, None), (256, None))
-            for kind in (CAUSAL, RAGGED)
-        ),
+        # A kernel with masks has the loop of a kernel without masks, and one more.
+        *((*heads, *RAGGED) for heads in ((64, None), (128, 30.0), (192, None), (256, None))),
     ],
 )
 def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
@@ -180,8 +176,7 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("length", [LENGTH, LENGTH - 24])
+@pytest.mark.parametrize(("length", "fresh"), [(LENGTH, True), (LENGTH - 24, False)])
 def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budget(length, fresh, monkeypatch):
     bias = shape(1, 1, length, length, dtype=jnp.bfloat16)
     report = for_hopper(block(jnp.bfloat16, 128, length, bias=bias), fresh, monkeypatch)
@@ -192,7 +187,7 @@ def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budg
 @pytest.mark.parametrize(
     ("option", "head_dim", "soft_cap"),
     [
-        *(("dropout", *heads) for heads in ((128, None), (128, 30.0), (192, None), (256, None))),
+        *(("dropout", *heads) for heads in ((128, None), (192, None), (256, None))),
         *(("slopes", *heads) for heads in ((64, None), (128, None), (128, 30.0), (192, None), (256, None))),
     ],
 )
@@ -253,7 +248,7 @@ def test_two_programs_for_the_gradients_of_documents_fit_on_hopper_and_keep_prod
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize(("listed", "run"), [(False, True), (True, False), (True, True)])
 def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, target):
-    for sizes in ((1, 1, 1), (2, 3, 5), (1, 256, 512), (3, 16384, 16300)):
+    for sizes in ((2, 3, 5), (3, 16384, 16300)):
 
         def made(some, full):
             *arrays, _ = of_bitmap(Tiles(some, full), listed, run, by_keys, by_keys, ranked=by_keys, counters=5000)

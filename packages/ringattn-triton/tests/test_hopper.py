@@ -36,7 +36,7 @@ NAN = float("nan")
 TARGET = Target("cuda", 90)
 DIMS = (64, 128)
 HALF = jnp.bfloat16
-DROPPED: dict[str, Any] = {"dropout": 0.3, "seed": SEEDS}
+DROPPED: dict[str, Any] = {"dropout_prob": 0.3, "seed": SEEDS}
 NOT_TAKEN = ("bias", "all at once")
 TAKEN = [option for option in OPTIONS if not option.startswith(NOT_TAKEN)]
 CASES = [(option, 128) for option in TAKEN] + [
@@ -147,7 +147,9 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited() -> None:
 @pytest.mark.parametrize("cap", [0.5, 50.0, 300.0])
 def test_capped_scores_at_both_ends_and_the_largest_values_are_right(cap: float, dtype: Any) -> None:
     """Some rows see nothing but the least score there can be, some nothing but the largest, some both."""
-    block = make_block(1, 200, 256, heads=1, kv_heads=1, dim=128, dtype=dtype, soft_cap=cap, scale=1e3, causal=True)
+    block = make_block(
+        1, 200, 256, heads=1, kv_heads=1, dim=128, dtype=dtype, logits_soft_cap=cap, softmax_scale=1e3, causal=True
+    )
     sign = jnp.where(jnp.arange(256) < 99, -1, 1).astype(dtype)[None, :, None, None]
     k = jnp.abs(block.k) * sign * jnp.where(jnp.arange(256) % 9 < 8, 1, 0).astype(dtype)[None, :, None, None]
     size = 2.0**60 if dtype == HALF else 2.0**9
@@ -186,7 +188,7 @@ def test_slopes_are_exact_far_from_position_zero() -> None:
     [
         (64, {}),
         (128, {}),
-        (128, {"soft_cap": 40.0}),
+        (128, {"logits_soft_cap": 40.0}),
         (128, {"bias": half_bias(2, 4, 330, 384)}),
         (128, DROPPED),
         (128, {"slopes": SLOPES}),
@@ -226,7 +228,7 @@ def test_a_nan_in_a_key_or_query_reaches_every_row_that_sees_it(option: str) -> 
     assert np.isnan(np.asarray(of_query.out)[:, 70][seen[:, :, 70].any(-1)]).all()
 
 
-@pytest.mark.parametrize("fields", [{}, {"causal": True}, {"soft_cap": 30.0}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"causal": True}, {"logits_soft_cap": 30.0}], ids=str)
 def test_a_product_beyond_float32_makes_no_query_infinite(fields: dict[str, Any]) -> None:
     block = make_block(1, 192, 256, heads=1, kv_heads=1, dim=128, dtype=HALF, **fields)
     large = block.kv.at[0, ..., 0].set(0).at[0, 0, 3, 0, 0].set(-3e20)
@@ -292,7 +294,7 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, mon
 
 
 def test_scores_of_thousands_overflow_nowhere() -> None:
-    block = make_block(1, 200, 200, dim=128, dtype=HALF, scale=1e4, causal=True)
+    block = make_block(1, 200, 200, dim=128, dtype=HALF, softmax_scale=1e4, causal=True)
     got = computed(block)
     assert np.isfinite(got.out).all() and np.abs(np.asarray(got.lse)).max() > 1e4
 
@@ -309,13 +311,13 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
         ("a bias of another dtype", {"bias": bias(1, 2, 200, 200)}),
         ("a bias whose rows are not of whole 16 bytes", {"kv_length": 204, "bias": half_bias(1, 2, 200, 204)}),
         ("a bias of keys", {"bias": half_bias(1, 2, 1, 200)}),
-        ("a bias under a soft cap", {"soft_cap": 3.0, "bias": half_bias(1, 2, 200, 200)}),
+        ("a bias under a soft cap", {"logits_soft_cap": 3.0, "bias": half_bias(1, 2, 200, 200)}),
         ("a bias with heads of 64", {"dim": 64, "bias": half_bias(1, 2, 200, 200)}),
         ("a schedule that is asked for", {"fwd_params": FwdParams(num_stages=2)}),
         ("a bias and slopes", {"bias": half_bias(1, 2, 200, 200), "slopes": SLOPES[:, :2]}),
-        ("a bias and dropout", {"bias": half_bias(1, 2, 200, 200), "dropout": 0.1, "seed": SEEDS[:1]}),
-        ("dropout with heads of 64", {"dim": 64, "dropout": 0.1, "seed": SEEDS[:1]}),
-        ("a soft cap with heads of 64", {"dim": 64, "q_length": 4096, "soft_cap": 3.0}),
+        ("a bias and dropout", {"bias": half_bias(1, 2, 200, 200), "dropout_prob": 0.1, "seed": SEEDS[:1]}),
+        ("dropout with heads of 64", {"dim": 64, "dropout_prob": 0.1, "seed": SEEDS[:1]}),
+        ("a soft cap with heads of 64", {"dim": 64, "q_length": 4096, "logits_soft_cap": 3.0}),
     ],
 )
 def test_what_it_does_not_take_goes_to_the_portable_kernel(reason: str, fields: dict[str, Any]) -> None:
@@ -346,7 +348,7 @@ def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
 @pytest.mark.parametrize("added", [{}, {"bias": half_bias(1, 1, 128, 512)}], ids=["plain", "bias"])
 def test_maxima_may_grow_by_little_or_much_from_tile_to_tile(growth: float, added: dict[str, Any]) -> None:
     """In units of log2; sums are multiplied only where a maximum grew by more than 8. Every third row has no growth."""
-    block = make_block(1, 128, 512, heads=1, kv_heads=1, dim=128, dtype=HALF, scale=1.0, **added)
+    block = make_block(1, 128, 512, heads=1, kv_heads=1, dim=128, dtype=HALF, softmax_scale=1.0, **added)
     q = jnp.zeros_like(block.q).at[..., 0].set(jnp.asarray(np.arange(128) % 3 > 0, HALF)[None, :, None])
     rises = jnp.asarray(np.arange(512) // 64 * growth * np.log(2), HALF)
     k = jnp.zeros_like(block.k).at[..., 0].set(rises[None, :, None])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter computes what a compiled kernel would, and refuses what a GPU would silently get wrong."""
 
-import threading
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from ringattn_triton.interpreter.programs import run
 from ringattn_triton.launch.kernel_call import KernelCall
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
-INTEGERS = (np.int32, np.uint32, np.int64)
 # What 64 terms summed in float32, in whatever order this processor's BLAS takes them, stay far below.
 FLOAT32_SUM = 2**-20
 
@@ -38,75 +35,6 @@ def error_of_product(got, a, b):
     """The largest error of ``a @ b.T``, in parts of what the sum of its terms without their signs is."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     return (np.abs(got - a @ b.T) / (np.abs(a) @ np.abs(b).T)).max()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("operation", "function"), [("add", np.add), ("sub", np.subtract), ("mul", np.multiply)])
-def test_arithmetic_of_floats_is_rounded_once_to_their_own_type(dtype, operation, function):
-    x, y = some(dtype), some(dtype, seed=1)
-    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP=operation, SIZE=x.size)
-    np.testing.assert_array_equal(got, function(x, y))
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_integers_wrap_and_divide_towards_zero(dtype):
-    x, y = some(dtype), some(dtype, seed=1) // np.asarray(2, dtype) | np.asarray(1, dtype)
-    pairs = list(zip(x.tolist(), y.tolist(), strict=True))
-    quotient = np.array([a // b if (a < 0) == (b < 0) else -(-a // b) for a, b in pairs], dtype)
-    expected = {"add": x + y, "mul": x * y, "floordiv": quotient, "mod": x - quotient * y, "and": x & y}
-    for operation, values in expected.items():
-        (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP=operation, SIZE=x.size)
-        np.testing.assert_array_equal(got, values, err_msg=operation)
-
-
-def test_inline_assembly_computes_what_ptx_says():
-    x, y = some(np.uint32), some(np.uint32, seed=1)
-    high, low = interpret(small_kernels.wide_product, [x, y], [(x.shape, np.uint32)] * 2, SIZE=x.size)
-    product = x.astype(np.uint64) * y.astype(np.uint64)
-    np.testing.assert_array_equal(high, (product >> np.uint64(32)).astype(np.uint32))
-    np.testing.assert_array_equal(low, product.astype(np.uint32))
-    with pytest.raises(NotImplementedError, match=r"popc\.b32"):
-        interpret(small_kernels.unknown_instruction, [x], [(x.shape, np.uint32)], SIZE=x.size)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int16])
-def test_inline_assembly_writes_words_over_two_numbers(dtype):
-    want = (np.random.default_rng(0).normal(size=128) * 99).astype(dtype)
-    (got,) = interpret(small_kernels.words, [want.view(np.uint32)], [(want.shape, dtype)], SIZE=64, FROM=0)
-    np.testing.assert_array_equal(got, want)
-
-
-def test_inline_assembly_writes_words_where_words_begin_and_to_numbers_of_16_bits_alone():
-    x = some(np.uint32)
-    for dtype, start in ((np.float16, 1), (np.int64, 0)):
-        with pytest.raises(ValueError, match="cover no two numbers"):
-            interpret(small_kernels.words, [x], [((2 * x.size + 2,), dtype)], SIZE=x.size, FROM=start)
-
-
-def test_a_maximum_ignores_nan_as_the_processor_does():
-    x, y = np.array([np.nan, 1.0, np.nan, -np.inf], np.float32), np.array([1.0, np.nan, np.nan, 0.0], np.float32)
-    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, np.float32)], OP="maximum", SIZE=4)
-    np.testing.assert_array_equal(got, [1.0, 1.0, np.nan, 0.0])
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_a_cast_to_a_narrow_float_rounds_to_nearest_even(dtype):
-    exponents = np.random.default_rng(2).integers(0x3000, 0x4700, 8192).astype(np.uint32) << np.uint32(16)
-    halfway = np.tile(np.array([0, 0x7FFF, 0x8000, 0x8001, 0x1000, 0x2000, 0x3000, 0xFFFF], np.uint32), 1024)
-    x = (exponents | halfway).view(np.float32)
-    x[:6] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38]
-    (got,) = interpret(small_kernels.cast, [x], [(x.shape, dtype)], SIZE=x.size)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(got.view(np.uint16), x.astype(dtype).view(np.uint16))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_dot_sums_in_float32(dtype, accumulate):
-    a, b = some(dtype, (32, 64)), some(dtype, (16, 64), seed=1)
-    constants = {"M": 32, "N": 16, "K": 64, "PRECISION": "ieee", "ACC": accumulate}
-    (got,) = interpret(small_kernels.product, [a, b], [((32, 16), np.float32)], **constants)
-    assert error_of_product(got - np.float64(accumulate), a, b) < FLOAT32_SUM
 
 
 def test_a_dot_of_float32_is_tf32_unless_asked_to_be_exact():
@@ -163,23 +91,6 @@ def test_what_a_mask_left_out_is_nan():
     constants = {"N": 100, "TILE": 32, "FAULT": "use of what a mask left out"}
     (got,) = interpret(small_kernels.faulty, [x, x], [(x.shape, np.float32)], grid=(4,), **constants)
     np.testing.assert_array_equal(np.isnan(got), np.arange(100) >= 96)
-
-
-def test_launches_in_several_threads_do_not_meet():
-    x = some(np.float32, 4096)
-    results = [None] * 4
-
-    def work(i):
-        constants = {"N": 4096, "TILE": 16, "SCALE": float(i), "PRESENT": False}
-        (results[i],) = interpret(small_kernels.scaled, [x, x], [(x.shape, np.float32)], grid=(256,), **constants)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, result in enumerate(results):
-        np.testing.assert_array_equal(result, x * np.float32(i))
 
 
 def test_interpreting_changes_nothing_of_triton():

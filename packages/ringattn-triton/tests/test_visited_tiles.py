@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given_blocks import OPTIONS, dense_mask, make_block, with_option
+from given_blocks import make_block, with_option
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
-from ringattn_core.masks import Predicate
 from ringattn_triton import kernel_inputs, mask_bits
 from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
-"""Whether a table lists tiles, and whether it has a run."""
+"""Promises on the tables of tiles: they say what their bitmaps say, and no tile is visited that nobody sees."""
 
 
 def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
@@ -69,29 +68,7 @@ def seen_pairs(block: Block) -> np.ndarray:
     return np.broadcast_to(True if seen is None else np.asarray(seen), shape)
 
 
-@pytest.mark.parametrize("kv_tile", [16, 32])
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_whole(
-    option: str, by_keys: bool, kv_tile: int
-) -> None:
-    block = with_option(option, 41, 53)
-    padding = [(0, 0), (0, 7), (0, 11)]
-    seen, whole = (np.pad(pairs, padding) for pairs in (seen_pairs(block).any(1), seen_pairs(block).all(1)))
-    whole[:, 41:, :53] = not by_keys
-    some: Any = seen.reshape(2, 3, 16, -1, kv_tile).any((2, 4))
-    full: Any = whole.reshape(2, 3, 16, -1, kv_tile).all((2, 4))
-    if by_keys:
-        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
-    found = table(kernel_inputs.of_block(block), block, 16, kv_tile, by_keys)
-    for group, row in np.ndindex(*some.shape[:2]):
-        masked, unmasked = visited(found, group, row)
-        assert len({*masked, *unmasked}) == len(masked) + len(unmasked), "a tile is visited twice"
-        assert set(np.flatnonzero(some[group, row])) <= {*masked, *unmasked}, "a visible tile is not visited"
-        assert set(unmasked) <= set(np.flatnonzero(full[group, row])), "a tile that is not seen whole is not masked"
-
-
-@pytest.mark.parametrize("columns", [1, 2, 3, 31, 64, 100, 300, 2 * ELEMENTS, 2 * ELEMENTS + 100])
+@pytest.mark.parametrize("columns", [1, 3, 64, 300, 2 * ELEMENTS + 100])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int) -> None:
@@ -111,7 +88,7 @@ def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("columns", [1, 7, 8, 100, 300])
+@pytest.mark.parametrize("columns", [1, 8, 300])
 def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int) -> None:
     rows = bitmap(groups, columns)
     of_few, of_many = rows, Tiles(*(jnp.concatenate([x] * 12, 1)[:, : 3 * RANK_ROWS + 5] for x in rows))
@@ -140,29 +117,6 @@ def test_documents_are_listed_so_that_none_visits_another() -> None:
         assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))
 
 
-@pytest.mark.parametrize("keys", [1, 31, 32, 53, 64])
-def test_words_hold_the_truth_of_every_pair(keys: int) -> None:
-    block = make_block(
-        2, 9, keys, heads=4, kv_heads=2, mask=dense_mask(2, 4, 9, keys), **OPTIONS["masks of heads"](9, keys)
-    )
-    packed, of_head = mask_bits.of_rule(block)
-    assert packed.shape == (1, 2, 9, -(-keys // 32)) and packed.dtype == jnp.uint32
-    np.testing.assert_array_equal(of_head, [1, 0, 0, 1])
-    for number in range(2):
-        np.testing.assert_array_equal(_unpacked(packed[0, number], keys), dense_mask(2, 9, keys)[number])
-    np.testing.assert_array_equal(_unpacked(mask_bits.of_dense(block), keys), block.mask)
-
-
-def test_a_predicate_need_not_look_at_its_arguments() -> None:
-    block = make_block(
-        1, 9, 40, masks=(Predicate(lambda q, kv: True), Predicate(lambda q, kv: kv < 5)), mask_of_head=(0, 1)
-    )
-    packed, _ = mask_bits.of_rule(block)
-    np.testing.assert_array_equal(
-        _unpacked(packed[0], 40), np.stack([np.ones((9, 40), bool), np.tile(np.arange(40) < 5, (9, 1))])
-    )
-
-
 @pytest.mark.parametrize("option", ["mask of the algebra", "masks of heads"])
 def test_words_are_made_without_a_truth_value_for_each_pair(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = with_option(option, 500, 512)
@@ -172,8 +126,3 @@ def test_words_are_made_without_a_truth_value_for_each_pair(option: str, monkeyp
     np.testing.assert_array_equal(made(block)[0], whole)
     held: Any = made.memory_analysis()
     assert held.temp_size_in_bytes < 500 * 512 / 2
-
-
-def _unpacked(packed: Any, keys: int) -> np.ndarray:
-    bits = (np.asarray(packed)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-    return bits.reshape(*packed.shape[:-1], -1)[..., :keys].astype(bool)

@@ -11,8 +11,7 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.protocol import BlockKernel, Gradients
-from ringattn_core.placement.arrays import axes_with
-from ringattn_core.placement.padding import cleaned
+from ringattn_core.placement.arrays import axes_with, cleaned
 
 from ringattn_conformance import notes, tiers, tolerance_factor, tolerances, wrong
 from ringattn_conformance.blocks import blocks_of

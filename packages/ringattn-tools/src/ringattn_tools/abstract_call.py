@@ -24,11 +24,11 @@ from .call_arguments import option_arguments, shape_of
 
 AXIS: Final = "ring"
 GROUPS: Final = "groups"
-"""The outer axis of a ring of two levels."""
+"""The name of the outer mesh axis of a ring over two axes."""
 MOST_RANKS: Final = 4096
-"""A plan takes time and memory proportional to the square of the number of ranks."""
+"""The largest ring: an analysis takes time and memory proportional to the square of the number of ranks."""
 _MOST_ELEMENTS: Final = 2**48
-"""Sizes in bytes of larger arrays overflow in XLA."""
+"""The most elements of an array: XLA overflows on the bytes of larger arrays."""
 _MOST_TOKENS: Final = 2**26
 """The most tokens whose ids or positions are computed one by one; with more, `explain` would take minutes."""
 
@@ -37,11 +37,11 @@ _MOST_TOKENS: Final = 2**26
 class AbstractCall:
     """A call with `mesh=`. Lengths are those of the whole sequence, batch and heads those of one device.
 
-    The last axis of the ring has `inner` ranks: all of them, unless the call names two axes.
+    `ring` is the number of ranks. `inner` of them lie along the last mesh axis: all, unless the ring has two axes.
 
     `floating` are the shapes of the differentiable inputs. `integers` are segment ids and positions in layout order,
     the same in every batch row; they have values, because they decide what is visible. `options` are the other keyword
-    arguments. `said` are the arguments of the command line that differ from their defaults.
+    arguments. `said` are the arguments on the command line, by name, that differ from their defaults.
     """
 
     ring: int
@@ -53,7 +53,7 @@ class AbstractCall:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
-        """The call that a command line describes, by the arguments of `call_arguments`."""
+        """The call that the parsed command line `arguments` describes; `call_arguments.add` defines these arguments."""
         if not 1 <= arguments.ring <= MOST_RANKS:
             raise InputError("--ring", f"got {arguments.ring}", f"Pass the number of ranks, from 1 to {MOST_RANKS}")
         inner = getattr(arguments, "inner", None)
@@ -105,17 +105,17 @@ class AbstractCall:
         return AbstractMesh((self.ring,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def mesh_of(self, devices: Sequence[jax.Device]) -> Mesh:
-        """A mesh of the first of these devices, with both axes of the ring."""
+        """A mesh of the first `ring` of these devices, with the outer and the inner axis of the ring."""
         return Mesh(np.array(devices[: self.ring]).reshape(-1, self.inner), (GROUPS, AXIS))
 
     def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str) -> Any:
-        """Calls `ring_attention` on `mesh`, a result of `mesh_of`, with arrays like those of `floating`."""
+        """Calls `ring_attention` on `mesh`, a result of `mesh_of`, with arrays of the shapes in `floating`."""
         options = self.options | {"axis_name": mesh.axis_names}
         return ring_attention(**floating, **self.integers, **options, mesh=mesh, backend=backend)
 
 
 def _refuse_many_tokens(arguments: argparse.Namespace, queries: int, keys: int) -> None:
-    """Raises for long sequences that need an array of ids or positions."""
+    """Raises for more than `_MOST_TOKENS` tokens if the call needs an array of their ids or positions."""
     uneven = queries % arguments.ring or keys % arguments.ring
     simple = arguments.layout == "contiguous" and arguments.documents is None and not uneven
     if max(queries, keys) > _MOST_TOKENS and not simple:
@@ -127,7 +127,7 @@ def _refuse_many_tokens(arguments: argparse.Namespace, queries: int, keys: int) 
 
 
 def _packed(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str, np.ndarray]:
-    """Segment ids and positions of packed documents, in layout order."""
+    """The segment ids that `--documents` asks for, and positions for `--restart-positions`, in layout order."""
     if arguments.documents is None:
         if arguments.restart_positions:
             raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
@@ -147,7 +147,7 @@ def _packed(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str,
 
 
 def _made(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The dropout seed and the mask builder."""
+    """The options whose values are made here: a dropout seed, and a mask builder for `--prefix` or `--mask-builder`."""
     made: dict[str, Any] = {"dropout_seed": 0} if arguments.dropout_prob else {}
     if arguments.prefix is not None:
         made["mask_builder"] = functools.partial(_prefix, arguments.prefix)

@@ -10,10 +10,10 @@ import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
 from ringattn_core.call.cache import bytes_to_send
-from ringattn_core.call.options import head_sizes
+from ringattn_core.call.options import head_size
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
-from ringattn_core.strategies import choose
+from ringattn_core.strategies import run
 
 from .abstract_call import AbstractCall
 from .engine import Hops
@@ -25,7 +25,7 @@ from .work import Work, data_bytes
 SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
 _LEVELS: Final = "rg"
-"""The letters of a rank `r` of an inner ring, and of its group `g`."""
+"""The letters for a rank of an inner ring, "r", and for its group, "g"."""
 
 _OF_PREFILL: Final = {
     "causal", "query_offset", "softmax_aux", "sliding_window", "chunk_size", "logits_soft_cap", "softmax_scale",
@@ -35,7 +35,7 @@ _OF_PREFILL: Final = {
 
 
 class Hop(NamedTuple):
-    """A hop: every rank computes with keys that have travelled `offset`.
+    """A hop: every rank computes with keys that have travelled `offset` ranks.
 
     `keys_of` is the rank whose keys rank `r` computes with, such as `r - 2`. In a ring of two levels, the group of that
     rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
@@ -91,7 +91,7 @@ class CallAnalysis:
 
     @property
     def work(self) -> Work:
-        """The work of the call for the cost model: every pair in the tiles that this analysis counts."""
+        """The work of the call for the cost model. It counts every pair of query and key in the computed tiles."""
         pairs = np.zeros((self.ranks, self.ranks))
         pairs[np.arange(self.ranks), self.shard.hops.sources] = self.tiles * np.prod(self.tile)
         return Work.of_call(self.shard.call, self.shard.hops, pairs)
@@ -114,16 +114,14 @@ def analyse(
     tile: tuple[int, int] | None = None,
     compiled: bool = False,
 ) -> CallAnalysis:
-    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`.
+    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`, `compiled` asks XLA for memory.
 
-    Raises what the call raises, unless no backend can run it: then `refusal` gives the reason.
+    Raises the errors that the call would raise, except where no backend can run it: `refusal` then gives the reason.
     """
-    bare = shard(call)
-    heads = head_sizes(bare.call)
-    chosen, refusal = _choice(backend, bare.needs, platform, heads)
-    strategy = choose.strategy_on(chosen, bare.call, call.ring, call.inner)
+    local = shard(call)
+    size_of_heads = head_size(local.call)
+    chosen, refusal = _choice(backend, local.needs, platform, size_of_heads)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
-    local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     hops, size = local.hops, tile_size(local, tile)
     work = Work.of_call(local.call, hops, np.zeros((call.ring, call.ring)))
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
@@ -131,13 +129,13 @@ def analyse(
     return CallAnalysis(
         call=call,
         platform=platform,
-        needs=tuple(feature.name for feature in Feature if feature in bare.needs),
-        backends=[_answer(chosen, *answer) for answer in selection.candidates(bare.needs, platform, heads)],
+        needs=tuple(feature.name for feature in Feature if feature in local.needs),
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(local.needs, platform, size_of_heads)],
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
         own_ring=own_ring,
-        strategy=strategy,
-        not_possible=choose.refusals(chosen, bare.call, call.ring, call.inner),
+        strategy=run.strategy_on(chosen, local.call, call.ring, call.inner),
+        not_possible=run.refusals(chosen, local.call, call.ring, call.inner),
         lengths=local.lengths,
         tile=size,
         hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),
@@ -153,11 +151,11 @@ def analyse(
 
 
 def _choice(
-    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, heads: selection.Heads
+    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, size_of_heads: int
 ) -> tuple[Registration | None, str | None]:
     """The backend that runs the call, or `None` and the reason. Raises for a name that is not registered."""
     try:
-        return selection.select(backend, needs, platform, heads), None
+        return selection.select(backend, needs, platform, size_of_heads), None
     except RingAttnError as error:
         if isinstance(error, BackendNotFoundError) and error.name is not None:
             raise
@@ -177,7 +175,7 @@ def _answer(chosen: Registration | None, registration: Registration, reason: str
 
 
 def _origin(hops: Hops, offset: int) -> str:
-    """`Hop.keys_of` of a hop: an offset has a digit for each level of the ring."""
+    """`Hop.keys_of` for keys that have travelled `offset`, a number with a digit for each level of the ring."""
     digits = []
     for letter, size in zip(_LEVELS, hops.sizes, strict=False):
         digits.append(_rank(-(offset % size), letter))
@@ -186,7 +184,7 @@ def _origin(hops: Hops, offset: int) -> str:
 
 
 def _sent(hops: Hops) -> Rows:
-    """The messages of each rank. Equal messages of a pass are one row."""
+    """A table of the messages that each rank sends. Equal messages of a pass share a row."""
     passes = {"forward": hops.forward, "backward": hops.backward}
     return [
         {"pass": phase, "times": times, "what": what, "to": _rank(distance, _LEVELS[level]), "bytes": Bytes(count)}
@@ -198,7 +196,10 @@ def _sent(hops: Hops) -> Rows:
 
 
 def _prefill(call: AbstractCall, shard: Shard) -> Rows:
-    """A row for keys and one for queries; none unless the call has an offset and suits `prefill_attention`."""
+    """What `prefill_attention` would send for the same queries: a row if it sends keys, and a row if it sends queries.
+
+    Empty on one rank, and unless the call is causal, has `query_offset`, and has only options in `_OF_PREFILL`.
+    """
     if call.ring == 1 or not {"causal", "query_offset"} <= call.said.keys() <= _OF_PREFILL:
         return []
     of_keys, of_queries = (Bytes((call.ring - 1) * count) for count in bytes_to_send(shard.call))
@@ -209,5 +210,5 @@ def _prefill(call: AbstractCall, shard: Shard) -> Rows:
 
 
 def _rank(distance: int, letter: str) -> str:
-    """The name of the rank `distance` onward from rank `r`, such as `r + 2`; with the letter "g", of a group."""
+    """The name of the rank `distance` places after rank `r`, such as `r + 2`; with `letter` "g", of a group."""
     return f"{letter} {'+' if distance > 0 else '-'} {abs(distance)}" if distance else letter

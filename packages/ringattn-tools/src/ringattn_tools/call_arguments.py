@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command-line arguments that describe a call, for `ringattn explain` and `ringattn tune`.
 
-Those of options are made from the rows of `call/options.py`, with the same names.
+The arguments for options of `ring_attention` are made from the table in `call/options.py`, with the same names.
 """
 
 import argparse
@@ -24,16 +24,19 @@ SHORT: Final = {
     "dropout_prob": "--dropout",
     "return_lse": "--lse",
 }
-"""Second names of options. `argparse` also takes the beginning of a name."""
+"""Short names of arguments, by the option. (`argparse` also takes the beginning of any name.)"""
 _HELP: Final = {"query_offset": "The position of the first query: the queries are a chunk of a longer sequence"}
 """The help of options for which the description of the feature that they need is too general."""
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _DECIDED: Final = ("B", "T", "S", "N", "K", "H")
-"""The letters of axes whose lengths query and key decide."""
+"""The letters of the axes whose lengths the shapes of query and key decide."""
 
 
 def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
-    """Adds what `AbstractCall.of` reads, and `--backend`. `ring` is the default of `--ring`, which else is required."""
+    """Adds the arguments that `AbstractCall.of` reads, and `--backend`.
+
+    `ring` is the default of `--ring`; with `None`, the user must pass `--ring`.
+    """
     given = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
     given.add_argument(
         "--query", type=numbers("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
@@ -68,9 +71,9 @@ def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
 
 
 def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The options that the command line takes under their own name, with what `add_argument` needs.
+    """The options of `ring_attention` that the command line takes, each with the keywords for `add_argument`.
 
-    An array of floating-point numbers is described by the lengths of those axes that query and key do not decide.
+    A floating-point array is described by the lengths of its axes, without the axes in `_DECIDED`.
     """
     kinds: dict[Any, dict[str, Any]] = {
         checks.flag: {"action": "store_true"},
@@ -95,14 +98,17 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def shape_of(name: str, lengths: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
-    """The shape of an array whose argument gives `lengths`."""
+    """The shape of the array `name`: axes in `_DECIDED` have the length in `sizes`, the others take `lengths`."""
     (array,) = (option.array for option in OPTIONS if option.name == name)
     rest = iter(lengths)
     return tuple(sizes[letter] if letter in _DECIDED else next(rest) for letter in arrays.letters(array))
 
 
 def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:
-    """A parser of `least` to `most` comma-separated lengths: by default exactly `least`; `None` is unlimited."""
+    """Makes a parser of `least` to `most` comma-separated lengths, which errors describe as `wanted`.
+
+    By default it takes exactly `least` lengths; `most=None` sets no upper limit.
+    """
     most = least if most == -1 else most
 
     def parse(text: str) -> tuple[int, ...]:
@@ -121,7 +127,7 @@ def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], t
 
 
 def _backends(text: str) -> str | tuple[str, ...]:
-    """The name of a backend, or several separated by commas."""
+    """Parses the name of a backend, or several names separated by commas."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
         raise argparse.ArgumentTypeError(f"got {text!r}, it needs NAME or NAME,NAME")

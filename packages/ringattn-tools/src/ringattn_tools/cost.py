@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each strategy costs: seconds and bytes of its steps, which sends hide behind kernels, and memory.
 
-The costs follow from the rates and links of a device; nothing is measured. The model assumes that all ranks run in
+The costs are computed from the rates and links of a device; nothing runs. The model assumes that all ranks run in
 lockstep, so each step takes as long as on its busiest rank.
 """
 
@@ -19,10 +19,10 @@ from .work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A kernel that runs for `computes` seconds, beside a message of `sent` bytes that takes `sends` seconds.
+    """A kernel that runs for `computes` seconds, and a message of `sent` bytes that takes `sends` seconds; 0 is none.
 
-    Where the message `overlaps`, it travels while the kernel runs; else the kernel waits for it. It may also travel
-    during other steps, which take `beside` seconds.
+    If `overlaps`, the message travels while the kernel runs, and while kernels of other steps run for `beside` seconds.
+    Else the kernel waits for the message.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Step:
 
     @property
     def hides(self) -> bool | None:
-        """Whether kernels hide the message, so that it costs no time; `None` without a message."""
+        """Whether the message arrives before the kernels beside it end, and so costs no time; `None` without one."""
         return self.overlaps and self.sends <= self.computes + self.beside if self.sent else None
 
     @property
     def waits(self) -> float:
-        """The seconds in which no kernel runs because of the message."""
+        """The seconds for which no kernel runs, because the next one waits for the message."""
         return max(0.0, self.sends - self.computes - self.beside) if self.overlaps else self.sends
 
     @property
@@ -52,7 +52,7 @@ class Cost:
     """The cost of one strategy. With "ulysses", groups of `inner` consecutive ranks exchange heads for tokens.
 
     `memory` is the peak of one device in bytes, over both passes. `refusal` says why the call cannot use the strategy,
-    which then has no steps.
+    which then has no steps; else it is `None`.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class Cost:
 
     @property
     def name(self) -> str:
-        """The strategy; that of "ulysses" with the size of the groups."""
+        """The name of the strategy; for "ulysses" with the size of its groups, such as "ulysses of 4"."""
         return f"ulysses of {self.inner}" if self.strategy == "ulysses" else self.strategy
 
     @property
@@ -73,7 +73,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The time of a forward and a backward pass."""
+        """The seconds of a forward and a backward pass together."""
         return total(self.steps)
 
     @property
@@ -91,7 +91,10 @@ def total(steps: Sequence[Step]) -> float:
 
 
 def of_strategies(work: Work, device: Device, inner: int, refusals: Mapping[str, str]) -> tuple[Cost, ...]:
-    """The cost of every strategy on a ring whose last axis has `inner` ranks, or its refusal; one cost on one rank."""
+    """The cost of each strategy on `device`, or its reason in `refusals`; on one rank the cost of "ring" only.
+
+    `inner` is the number of ranks along the last mesh axis of the ring.
+    """
     if work.ranks == 1:
         return (ring(work, device),)
     reckoned = {
@@ -105,7 +108,7 @@ def of_strategies(work: Work, device: Device, inner: int, refusals: Mapping[str,
 
 
 def ring(work: Work, device: Device) -> Cost:
-    """Keys travel round the ring; the sends of a hop hide behind its kernel, those between groups behind a round."""
+    """The cost of "ring": a hop's sends overlap with its kernel; sends between groups, with all hops in a group."""
     kernels = _Kernels(work, device)
     return Cost(
         strategy="ring",
@@ -116,7 +119,10 @@ def ring(work: Work, device: Device) -> Cost:
 
 
 def all_gather(work: Work, device: Device) -> Cost:
-    """Every rank gathers all keys and runs one kernel; the backward pass gathers again and reduce-scatters dk,dv."""
+    """The cost of "all_gather": every rank gathers all keys and runs one kernel.
+
+    The backward pass gathers the keys again, and reduce-scatters `dk` and `dv`.
+    """
     link, ranks = device.link(work.ranks), work.ranks
     kernels = _Kernels(work, device)
     keys, pairs = work.itemsize * work.keys, work.of_hops.sum(0)
@@ -133,7 +139,10 @@ def all_gather(work: Work, device: Device) -> Cost:
 
 
 def ulysses(work: Work, device: Device, inner: int) -> Cost:
-    """Groups of `inner` consecutive ranks exchange heads for tokens; each group is then one rank of an outer ring."""
+    """The cost of "ulysses": groups of `inner` consecutive ranks exchange heads for tokens, and then run rings.
+
+    Such a ring has one rank of each group.
+    """
     within, outer = device.link(inner), work.over_heads(inner)
     to_heads = work.itemsize * (work.queries + outer.keys)
     back = work.itemsize * work.outputs
@@ -157,18 +166,18 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
-    """The seconds of kernels and of the elementwise programs beside them, on the busiest rank."""
+    """Computes the seconds of a kernel and of the elementwise programs that belong to it, on the busiest rank."""
 
     work: Work
     device: Device
 
     def forward(self, pairs: np.ndarray, partial: bool = True) -> float:
-        """The seconds of a forward kernel. If it continues a `partial` result, it reads and writes that in float32."""
+        """The seconds of a forward kernel on `pairs[rank]` pairs. If `partial`, it reads and writes float32 out."""
         moved = 8 * self.work.outputs * (partial and self.work.ranks > 1)
         return self._seconds(0, pairs, moved)
 
     def backward(self, pairs: np.ndarray) -> float:
-        """The seconds of a hop's backward kernel, of dq that it reads and writes in float32, and of adding up dk,dv."""
+        """The seconds of a backward kernel on `pairs[rank]` pairs, with float32 dq in and out, and of adding dk, dv."""
         moved = 8 * self.work.queries + 12 * self.work.keys if self.work.ranks > 1 else 0
         return self._seconds(1, pairs, moved)
 
@@ -180,13 +189,14 @@ class _Kernels:
 def _steps(
     kernels: _Kernels, steps: Sequence[engine.Step], seconds_of: Callable[[np.ndarray], float]
 ) -> Iterator[Step]:
-    """The steps of one pass; `seconds_of` gives the seconds of the kernel that computes some pairs.
+    """Turns the engine's `steps` of one pass into steps with times and bytes.
 
-    A message between groups is a step of its own, without a kernel.
+    `seconds_of(pairs)` is the time of a kernel on `pairs[rank]` (query, key) pairs of each rank. A message between
+    groups becomes a step of its own, without a kernel.
     """
     work, device = kernels.work, kernels.device
     pairs = dict(zip(work.hops.offsets, work.of_hops, strict=True))
-    computes = [step.share * seconds_of(pairs[step.offset]) for step in steps]
+    computes = [seconds_of(pairs[step.offset]) if step.computed else 0.0 for step in steps]
     reach = [math.prod(work.hops.sizes[: level + 1]) for level in range(len(work.hops.sizes))]
     for number, step in enumerate(steps):
         for message in step.messages:
@@ -195,12 +205,12 @@ def _steps(
                 beside = sum(computes[number : number + message.during])
                 yield Step("between groups", 0.0, message.bytes, sends, beside=beside)
         sent = sum(message.bytes for message in step.messages if not message.level)
-        # Messages of one step leave together.
+        # The messages of one step share a link and leave together.
         yield Step(_name(work, step), computes[number], sent, device.link(reach[0]).send(sent))
 
 
 def _name(work: Work, step: engine.Step) -> str:
-    if step.share == 0:
+    if not step.computed:
         return "first keys"
     return "kernel" if work.ranks == 1 else f"hop {work.hops.offsets.index(step.offset)}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a device computes attention and sends: as measured here, as tuning measured it, or as the user says."""
+"""How fast a device computes attention and sends: from benchmarks, from tuning, or from the command line."""
 
 import dataclasses
 import functools
@@ -11,21 +11,21 @@ from typing import Any, Final
 import jax.numpy as jnp
 from ringattn_core.backends.discovery import on_clear
 from ringattn_core.tuning import cache
-from ringattn_core.tuning.policy import current
+from ringattn_core.tuning.choice import policy
 from ringattn_core.tuning.problem import machine
 
 from .work import operations
 
 Rates = tuple[float, float]
-"""The floating-point operations a second of the forward and of the backward kernels."""
+"""`(forward, backward)`: the floating-point operations a second of the forward and of the backward kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
     """What connects the ranks of a ring. A message of `n` bytes takes `latency + n / bandwidth` seconds.
 
-    `bandwidth` is in bytes a second, out of one device in one direction. A collective of several steps pays `latency`
-    once and `step` seconds for each further step.
+    `bandwidth` is in bytes a second, out of one device in one direction; `latency` and `step` are in seconds. A
+    collective of several steps pays `latency` once, and `step` for each step after the first.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Link:
     step: float = 5e-6
 
     def send(self, count: float) -> float:
-        """The seconds in which every rank sends `count` bytes to another one."""
+        """The seconds of a permute, in which every rank sends `count` bytes to another rank; 0 for 0 bytes."""
         return self.latency + count / self.bandwidth if count else 0.0
 
     def gather(self, count: float, ranks: int) -> float:
-        """The seconds of an all-gather or a reduce-scatter; the share of each rank has `count` bytes."""
+        """The seconds of an all-gather or a reduce-scatter; each of `ranks` ranks has a share of `count` bytes."""
         return self._collective((ranks - 1) * count, ranks)
 
     def exchange(self, count: float, ranks: int) -> float:
-        """The seconds of an all-to-all in which every rank holds `count` bytes, and keeps its own part of them."""
+        """The seconds of an all-to-all, in which every rank holds `count` bytes and keeps `1 / ranks` of them."""
         return self._collective(count * (ranks - 1) / ranks, ranks)
 
     def _collective(self, through: float, ranks: int) -> float:
-        """The seconds of a collective of `ranks - 1` steps, in which a rank sends `through` bytes."""
+        """The seconds of a collective of `ranks - 1` steps, in which each rank sends `through` bytes in all."""
         return self.latency + (ranks - 2) * self.step + through / self.bandwidth if ranks > 1 else 0.0
 
 
@@ -54,8 +54,8 @@ class Link:
 class Device:
     """A device and its links, for calls of one dtype and head size.
 
-    `launch` is the fixed time of a kernel, and `copy` the bytes a second that elementwise programs read and write.
-    `near` connects groups of up to `host` ranks, `far` larger ones.
+    `launch` is the fixed time of a kernel in seconds, and `copy` the bytes a second that elementwise programs read and
+    write. `near` connects groups of up to `host` ranks, `far` larger groups. `source` says where `rates` come from.
     """
 
     name: str
@@ -68,13 +68,17 @@ class Device:
     copy: float = math.inf
 
     def link(self, ranks: int) -> Link:
-        """What connects a group of this many consecutive ranks: its slowest link."""
+        """The slowest link in a group of `ranks` consecutive ranks: `near` for up to `host` ranks, else `far`."""
         return self.near if ranks <= self.host else self.far
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The constants of a kind of device that benchmarks have measured; `rates` of half precision, by head size."""
+    """The constants of a kind of device, as benchmarks measured them. `kind` is a pattern of JAX's `device_kind`.
+
+    `rates` are those of float16 and bfloat16, by head size; `float32` serves all head sizes. The other fields are as in
+    `Device`; `link` connects up to `host` ranks.
+    """
 
     platform: str
     kind: str
@@ -86,7 +90,7 @@ class Measured:
     host: int
 
     def rate(self, itemsize: int, head_dim: int) -> Rates:
-        """The rates of kernels for this size of dtype and head; a head has those of the next larger size."""
+        """The rates for a dtype of `itemsize` bytes and this head size, or the next in `rates`, or the largest."""
         sizes = sorted(self.rates)
         half = self.rates[next((size for size in sizes if size >= head_dim), sizes[-1])]
         return self.float32 if itemsize == 4 else half
@@ -94,7 +98,7 @@ class Measured:
 
 NVLINK: Final = Link("nvlink", bandwidth=350e9, latency=200e-6)
 """One permute through XLA and NCCL between H200s of one host took 172 us for 8 MiB, 513 us for 64 MiB and 1619 us for
-512 MiB. This line is within 35% of each."""
+512 MiB. This link predicts each within 35%."""
 MEASURED: Final = {
     "h200": Measured(
         platform="cuda",
@@ -112,10 +116,10 @@ MEASURED: Final = {
 def rates_of(
     name: str, backend: str | None, itemsize: int, head_dim: int, here: str | None
 ) -> tuple[Rates, str] | None:
-    """The rates of kernels for this size of dtype and head, with their source; `None` if nobody has measured them.
+    """The rates of kernels for a dtype of `itemsize` bytes and this head size, with a phrase that says their source.
 
-    `name` is that of a device, and `here` the `device_kind` of this machine if it has such a device: what tuning has
-    measured here goes before what benchmarks have.
+    `name` is the name of a device. `here` is JAX's `device_kind` if this machine has such a device, else `None`. Rates
+    that tuning measured on this machine go before those in `MEASURED`. Returns `None` if there are neither.
     """
     tuned = None if here is None else tuned_rates(here, backend, itemsize, head_dim)
     if tuned is not None:
@@ -126,7 +130,7 @@ def rates_of(
 
 
 def parsed_rate(text: str) -> Rates:
-    """The rates of `FORWARD,BACKWARD` in 10^12 operations a second. Raises `ValueError` for other text."""
+    """Parses `FORWARD,BACKWARD`, two positive rates in 10^12 operations a second. Other text raises `ValueError`."""
     forward, backward = (1e12 * float(part) for part in text.split(","))
     if not (0 < forward < math.inf and 0 < backward < math.inf):
         raise ValueError(text)
@@ -134,7 +138,7 @@ def parsed_rate(text: str) -> Rates:
 
 
 def parsed_links(text: str) -> tuple[Link, ...]:
-    """The links of `LINK` or `NEAR,FAR`, each `nvlink` or `GB/s` or `GB/s@MICROSECONDS`. Raises `ValueError`."""
+    """Parses `LINK` or `NEAR,FAR`: a link is `nvlink`, `GB/s` or `GB/s@MICROSECONDS`; else raises `ValueError`."""
     links = tuple(_parsed_link(part) for part in text.split(","))
     if len(links) > 2:
         raise ValueError(text)
@@ -152,7 +156,7 @@ def _parsed_link(text: str) -> Link:
 
 
 def measured_name(kind: str) -> str | None:
-    """The name in `MEASURED` for JAX's `device_kind`, or `None`."""
+    """The key in `MEASURED` of the device with JAX's `device_kind` `kind`; `None` if benchmarks did not measure it."""
     return next((name for name, device in MEASURED.items() if re.search(device.kind, kind.lower())), None)
 
 
@@ -160,23 +164,23 @@ _COUNTABLE: Final = {
     "backend", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "platform",
     "device", "versions", "ranks", "causal", "layout",
 }  # fmt: skip
-"""The fields of a tuned problem whose rates count. Other options mask keys out in a way that cannot be counted, or add
-work to the kernels."""
+"""A stored tuning result gives rates only if its problem has no other fields. Other options mask out an unknown number
+of keys, or add work to the kernels."""
 
 
 def tuned_rates(kind: str, backend: str | None, itemsize: int, head_dim: int) -> Rates | None:
-    """The best rates that the backend reached in tuning of one rank on devices of this `kind`, if there are any.
+    """The highest rates that tuning has stored for `backend` on one device of this `kind`; `None` if there are none.
 
-    A process reads the tuning cache once, so what it tunes itself counts only in later processes.
+    A process reads the tuning cache once, so results that it stores itself count only in later processes.
     """
-    if backend is None or current() == "off":
+    if backend is None or policy() == "off":
         return None
     return _tuned(machine(kind), backend).get((itemsize, head_dim))
 
 
 @functools.cache
 def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
-    """The best rates by itemsize and head size."""
+    """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size."""
     best: dict[tuple[int, int], Rates] = {}
     for entry in cache.entries():
         told = entry.problem
@@ -193,7 +197,7 @@ on_clear.append(_tuned.cache_clear)
 
 
 def _of_entry(entry: cache.Entry) -> Rates | None:
-    """The operations a second of the chosen parameters, forward and backward; `None` if either was not timed."""
+    """The rates of a stored result with its chosen parameters; `None` if one of the two passes was not timed."""
     chosen = {"forward": entry.config.fwd_params.to_dict(), "backward": entry.config.bwd_params.to_dict()}
     seconds = {
         trial["part"]: trial["seconds"]

@@ -25,10 +25,10 @@ _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VIS
 
 @dataclasses.dataclass(frozen=True)
 class BackendStatus:
-    """A registration as plain data.
+    """What a registered backend declares, and whether it can run here, as plain data.
 
-    `reason` says why the backend cannot run in this process, or is `None`. A `broken` backend
-    runs on no machine until somebody repairs it.
+    `door` is "kernel" for a `BlockKernel`, "ring" for a `RingKernel`, and `implementation` its import path. `reason`
+    says why the backend cannot run in this process, or is `None`. A `broken` backend runs nowhere until it is repaired.
     """
 
     name: str
@@ -55,10 +55,10 @@ class BackendStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The state of this process.
+    """What `ringattn doctor` finds in this process.
 
-    It is `healthy` if some backend works on the platform of its devices and no installed one is broken. `working` are
-    the backends that work there; `default` runs calls that name none. Each fault says what is wrong and what to do.
+    `working` are the backends that work on `platform`, the platform of JAX's devices. `default` is the backend of calls
+    that name no backend. Each fault says what is wrong and what to do. `healthy`: a backend works, and none is broken.
     """
 
     versions: dict[str, str]
@@ -80,7 +80,7 @@ class Diagnosis:
 
 
 def backends() -> tuple[BackendStatus, ...]:
-    """The status of every registered backend, found without loading kernels."""
+    """The status of every registered backend. Runs their probes, but imports no kernel."""
     return tuple(backend_of(registration) for registration in discovery.registrations().values())
 
 
@@ -191,7 +191,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, run: Callable[..., int]) -> None:
-    """Makes the docstring of `run` the description of the command."""
+    """Adds `--json` to a subcommand. `run` carries the subcommand out, and its docstring becomes the description."""
     parser.description = run.__doc__
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

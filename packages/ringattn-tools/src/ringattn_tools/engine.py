@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What core's ring engine does for a call, as plain data: its hops, its messages, and the blocks of its kernels.
+"""What core's ring engine does for a call, as plain data: its hops, its messages, and the blocks that its kernels get.
 
 This is the only module here that imports `ringattn_core.ring`.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
-from ringattn_core.ring.plan import Level, Send, offsets, source
+from ringattn_core.ring.plan import Level, Send, source
 from ringattn_core.ring.sends import KV
 from ringattn_core.ring.whole_keys import with_all_ids
 
@@ -24,7 +24,7 @@ class Message(NamedTuple):
     """Arrays of `bytes` that every rank sends to the rank `distance` onward along one level of the ring.
 
     Level 0 is the innermost mesh axis of the ring. While the message travels, the kernels of the next `during` steps
-    run, beginning with that of the step that sends it.
+    run, the step that sends it included.
     """
 
     what: str
@@ -35,22 +35,22 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A kernel over `share` of the heads, with the keys that have travelled `offset`, and messages that leave first.
+    """A kernel with the keys that have travelled `offset` ranks, and the messages that leave before the kernel starts.
 
-    A step with the share 0 runs no kernel, so nothing hides its messages.
+    A step that is not `computed` only sends: it runs no kernel, so nothing hides its messages.
     """
 
     offset: int
-    share: float
+    computed: bool
     messages: tuple[Message, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hops:
-    """The hops of a ring in order, for each pass.
+    """The hops of a ring in order, and the steps of both passes.
 
-    `sizes` are the ranks of each level, innermost first. `offsets` are the distances that keys have travelled at each
-    hop. `sources[hop, rank]` is the rank whose keys a rank then has.
+    `sizes` has the number of ranks of each level, innermost first. `offsets` says how many ranks keys have travelled at
+    each hop. `sources[hop, rank]` is the rank whose keys `rank` has at `hop`.
     """
 
     sizes: tuple[int, ...]
@@ -64,34 +64,42 @@ class Hops:
         return self.sources.shape[1]
 
 
-def hops_of_call(kernel: Any, call: Call, ranks: int, inner: int) -> Hops:
-    """The hops of the call of one shard on a ring of `ranks`, with `inner` ranks on the last level.
-
-    What the ring sends may depend on `kernel`; `None` is a kernel with nothing of its own.
-    """
+def hops_of_call(call: Call, ranks: int, inner: int) -> Hops:
+    """The hops of `call`, a call of one rank, on a ring of `ranks` ranks, `inner` of them along its last mesh axis."""
     sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
-    ring, _ = engine.prepared(kernel, call, (0, *sizes))
+    ring, _ = engine.prepared(None, call, (0, *sizes))
     shard = _Shard(call.key.shape[1], call.key.size + call.value.size, call.query.dtype.itemsize)
     return _hops(ring.levels, ranks, shard)
 
 
 def hops_of_ring(ranks: int, offsets: tuple[int, ...], keys: int, itemsize: int) -> Hops:
-    """The hops of a ring of one level, which passes shards on; each has `keys` elements of keys and values."""
+    """The hops of a ring over one mesh axis that passes whole shards on, and whose keys travel these `offsets`.
+
+    A shard has `keys` elements of keys and values together, each of `itemsize` bytes.
+    """
     levels = (Level((), ranks, offsets),) if len(offsets) > 1 else ()
     return _hops(levels, ranks, _Shard(1, keys, itemsize))
 
 
 class _Shard(NamedTuple):
-    """The rows of a shard, and the `elements` of its keys and values, of `itemsize` bytes."""
+    """A shard of keys and values: its number of `rows` (tokens), and its `elements`, each of `itemsize` bytes."""
 
     rows: int
     elements: int
     itemsize: int
 
     def bytes(self, rows: tuple[int, int] | None, gradients: bool) -> int:
-        """The bytes of some rows, by default all, of keys and values, or of their gradients in float32."""
+        """The bytes of `rows` (first, end; `None` is all) of keys and values, or of their `gradients` in float32."""
         first, end = rows or (0, self.rows)
         return self.elements * (end - first) // self.rows * (4 if gradients else self.itemsize)
+
+
+def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
+    """How many ranks keys have travelled, counted along the whole ring, at each hop of the forward pass."""
+    if not levels:
+        return (0,)
+    *inside, level = levels
+    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
 
 
 def _hops(levels: Sequence[Level], ranks: int, shard: _Shard) -> Hops:
@@ -106,9 +114,12 @@ def _hops(levels: Sequence[Level], ranks: int, shard: _Shard) -> Hops:
 
 
 def _forward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
-    """The steps of the forward pass, of the loop over the last of the `levels` round the loops over the others."""
+    """The steps of the forward pass: a loop over the last of `levels`, with the loops over the levels before it inside.
+
+    Keys have already travelled `base` ranks in the loops outside.
+    """
     if not levels:
-        return (Step(base, 1.0, ()),)
+        return (Step(base, True, ()),)
     *inside, level = levels
     steps: list[Step] = []
     for step in level.forward:
@@ -117,12 +128,12 @@ def _forward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, .
 
 
 def _backward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
-    """The steps of the backward pass. Each loop begins with a send that no kernel of its own hides."""
+    """The steps of the backward pass, nested as in `_forward`. Each loop begins with a step that only sends."""
     if not levels:
-        return (Step(base, 1.0, ()),)
+        return (Step(base, True, ()),)
     *inside, level = levels
-    number, steps = len(inside), [Step(base, 0.0, tuple(_keys(len(inside), level.first, shard)))]
-    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.offsets) - 1)))
+    number, steps = len(inside), [Step(base, False, tuple(_keys(len(inside), level.first, shard)))]
+    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.distances) - 1)))
     for step, rows in zip((*level.backward, level.own), rows_before, strict=True):
         messages = _keys(number, step.keys, shard)
         if step.gradients is not None:
@@ -136,23 +147,24 @@ def _keys(level: int, send: Send | None, shard: _Shard) -> list[Message]:
 
 
 def _sending(steps: tuple[Step, ...], messages: list[Message]) -> list[Step]:
-    """The steps, the first of which sends `messages`, which all of them hide."""
+    """Adds `messages` to the first of `steps`. The messages travel while the kernels of all these steps run."""
     first, *others = steps
     added = tuple(message._replace(during=len(steps)) for message in messages)
     return [first._replace(messages=(*added, *first.messages)), *others]
 
 
 def own_block(call: Call) -> Block:
-    """The block of a rank's queries and its own keys, inside a trace that has the call's axis."""
+    """The block of this rank's queries and its own keys. The axis of the call must be bound, as in a `vmap`."""
     ring, location = engine.prepared(None, call)
     whole = with_all_ids(ring, call, location)
     return block(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
 
 
 def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
-    """The blocks of the last of `ranks` ranks at the first `most` hops, without a mesh.
+    """The blocks that the last of `ranks` ranks computes at the first `most` hops, made without a mesh.
 
-    The ids and positions of keys in `call` are those of all ranks. Every block has this rank's keys and values.
+    `call` is the call of that rank, but with the key ids and positions of all ranks. Every block gets the keys and
+    values in `call`, because those of other ranks are not here.
     """
     ring, location = engine.prepared(kernel, call, (ranks - 1, ranks))
     pair, found = (call.key, call.value), []

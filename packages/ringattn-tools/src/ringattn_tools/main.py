@@ -21,12 +21,13 @@ COMMANDS: Final = {
     "cache": "list or remove the stored tuning results",
 }
 _MODULES: Final = {"list": "doctor", "info": "doctor", "cache": "tune"}
-"""The modules of the subcommands that have none of their own name. Each has a function `add_NAME(parser)`.
+"""The module of each subcommand that has no module named after it.
 
-It adds the arguments of the subcommand, and sets `run`, the function that carries it out.
+The module of subcommand NAME has a function `add_NAME(parser)`, which adds the arguments of the subcommand and sets
+`run`, the function that carries the subcommand out.
 """
 REFUSED: Final = 2
-"""The exit status for an error, equal to that of `argparse`."""
+"""The exit status after an error. `argparse` exits with the same status."""
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 """The exit status that shells give a program that writes into a closed pipe."""
@@ -34,14 +35,14 @@ BROKEN_PIPE: Final = 141
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Prints an error as one line, without the usage."""
+        """Prints `message` as one line, without the usage text, and exits with `REFUSED`."""
         self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line, by default that of the process; returns the exit status."""
+    """Runs the command line `arguments`, by default `sys.argv[1:]`; returns the exit status for the process."""
     given = parsed(sys.argv[1:] if arguments is None else arguments)
-    from ringattn_core.errors import RingAttnError  # imports JAX, for which help and misspelled commands need not wait
+    from ringattn_core.errors import RingAttnError  # imports JAX: help and misspelled commands must not wait for it
 
     # Commands print what the library would log, so the log stays silent unless the user has set it up.
     logging.getLogger("ringattn").addHandler(logging.NullHandler())
@@ -61,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line; `run` is the function that runs it.
+    """Parses a command line. In the result, `run` is the function that carries out the subcommand.
 
-    Only the module of the subcommand in `arguments` is imported, because these modules import JAX.
+    Imports only the module of the subcommand that `arguments` names, because the modules of subcommands import JAX.
     """
     whole = _Parser(
         prog="ringattn",

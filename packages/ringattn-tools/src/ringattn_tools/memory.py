@@ -19,7 +19,10 @@ TOGETHER = "together: the engine at its busiest hop"
 
 
 def held(shard: Shard, work: Work) -> Rows:
-    """Lists the arrays of a call, each once: without the kernel's workspace, and without copies or reuse by XLA."""
+    """A table of the arrays that one device holds for a call, each counted once, with their bytes.
+
+    It leaves out the workspace of the kernel, and copies and reuse of memory by XLA.
+    """
     call, with_lse = shard.call, Feature.RETURN_LSE in shard.needs
     inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
     ids = data_bytes((call.q_segment_ids, call.q_positions))
@@ -42,7 +45,7 @@ def held(shard: Shard, work: Work) -> Rows:
 
 
 def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
-    """The bytes of each array that the ring engine holds at its busiest hop, for each pass, by a description of it.
+    """For each pass, the bytes of the arrays that the ring engine holds at its busiest hop, by description.
 
     Each message is held twice, by its sender and by its receiver. The gradient of a bias is not counted, and neither
     are copies or reuse of memory by XLA.
@@ -70,12 +73,15 @@ def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
 
 
 def engine_bytes(work: Work) -> int:
-    """The bytes of `engine_arrays` in the pass that needs more."""
+    """The bytes of all `engine_arrays` together, in the pass that needs more."""
     return max(sum(arrays.values()) for arrays in engine_arrays(work).values())
 
 
 def provide_devices(ring: int) -> None:
-    """Gives JAX `ring` CPU devices, unless JAX is initialised already or XLA_FLAGS sets a number. Raises if too few."""
+    """Asks JAX for `ring` CPU devices, unless JAX is initialised already or XLA_FLAGS sets a number.
+
+    Raises if JAX then has fewer devices than `ring`.
+    """
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", ring)
@@ -85,10 +91,10 @@ def provide_devices(ring: int) -> None:
 
 
 def planned_by_xla(call: AbstractCall, backend: str, gradients: bool) -> dict[str, Any]:
-    """The bytes of temporary memory that XLA plans on each of the `devices`, from programs that are only compiled.
+    """The bytes of temporary memory that XLA plans for each device, from programs that are compiled and not run.
 
-    `forward` is for the forward pass, `both` for both passes; `None` if the backend has no backward pass, or if XLA
-    gives no figure.
+    In the result, `devices` describes the devices, `forward` is for the forward pass, and `both` for both passes.
+    A figure is `None` if XLA gives none; `both` also if the backend has no `gradients`.
     """
     devices = jax.devices()[: call.ring]
     forward, both = (_temporary(program(call, backend, passes)) if passes else None for passes in (1, 2 * gradients))
@@ -96,8 +102,9 @@ def planned_by_xla(call: AbstractCall, backend: str, gradients: bool) -> dict[st
 
 
 def program(call: AbstractCall, backend: str, passes: int) -> jax.stages.Compiled:
-    """The compiled call, of its differentiable inputs. With two `passes` it also takes a cotangent of the output, and
-    returns all gradients.
+    """Compiles the call as a function of its floating-point inputs, for `passes` 1 or 2.
+
+    With 2, the function also takes a cotangent of the output, and also returns all gradients.
     """
     mesh = call.mesh_of(jax.devices())
 

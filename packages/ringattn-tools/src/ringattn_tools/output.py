@@ -10,21 +10,21 @@ from rich.console import Console
 from rich.table import Table
 
 Rows = Sequence[Mapping[str, Any]]
-"""A table, in JSON and as text. Its rows have the same keys, the titles of the columns; a boolean column marks rows."""
+"""A table: for each row, its cells by column title. All rows have the same titles. Booleans mark rows by an arrow."""
 
 PAGE: Final = 100
-"""The line width of output to a file or a pipe."""
+"""The line width, in characters, of output to a file or a pipe."""
 _NUMBER: Final = re.compile(r"-?\d.*|-?")
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Title(str):
-    """A heading."""
+    """A line that `show` prints in bold, as a heading."""
 
 
 class Seconds(float):
-    """A duration; printed with a unit, and in JSON a number of seconds."""
+    """A duration in seconds. As text it has the unit s, ms or us; in JSON it is a number."""
 
     def __str__(self) -> str:
         scale, unit = next((x for x in _DURATIONS if self >= x[0]), _DURATIONS[-1])
@@ -32,7 +32,7 @@ class Seconds(float):
 
 
 class Bytes(int):
-    """A number of bytes; printed in the largest unit in which it is at least 1, and in JSON a number."""
+    """A number of bytes. As text it has the largest unit in which it is at least 1; in JSON it is a number."""
 
     def __str__(self) -> str:
         power = min(max(self.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
@@ -53,7 +53,7 @@ def show(*parts: Any) -> None:
 
 
 def _cells(table: Rows | dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The titles of the columns (none for facts), and the rows, as text."""
+    """The column titles and the rows of a table, as text. A dict of facts gives rows of two cells, and no titles."""
     if isinstance(table, dict):
         return [], [[name, _text("", value)] for name, value in table.items()]
     head = ["" if isinstance(value, bool) else name for name, value in table[0].items()]
@@ -61,9 +61,9 @@ def _cells(table: Rows | dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _text(name: str, value: Any) -> str:
-    """The text of a cell in the column `name`. The name is empty in a table of facts.
+    """The text of a cell in the column titled `name`; in a table of facts, which has no titles, `name` is empty.
 
-    There a boolean is "yes" or "no"; in a named column it is an arrow that marks the row.
+    A boolean in a table of facts is "yes" or "no". In a titled column, true is an arrow that marks the row.
     """
     if isinstance(value, bool):
         return ("->" if value else "") if name else "yes" if value else "no"
@@ -73,7 +73,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _rich(head: list[str], rows: list[list[str]]) -> Table:
-    """A table of rich without lines. Columns of numbers are aligned to the right."""
+    """A `rich.table.Table` without ruled lines. `head` is empty for facts; under titles, numbers are aligned right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head))
     for name, *column in zip(head or ["", ""], *rows, strict=True):
         numbers = bool(head) and all(map(_NUMBER.fullmatch, column))

@@ -14,13 +14,13 @@ from .report import balance, described, title, totals
 
 KINDS: Final = ("svg", "png")
 WORDS: Final = {WHOLE: "computed without a mask", MASKED: "masked, or in part skipped", SKIPPED: "skipped"}
-"""The legend. A cell of a picture may stand for several tiles."""
+"""The legend: what each state of a cell means. A cell may stand for several tiles."""
 COLOURS: Final = {SKIPPED: "#e9edf1", MASKED: "#86b6e4", WHOLE: "#1c5a9e"}
 MUTED: Final = "#5b6570"
 LETTERS: Final = {SKIPPED: ".", MASKED: "+", WHOLE: "#"}
 _ROWS: Final = 8
 _LINES: Final = 44
-"""The most lines of a panel, and of a whole picture of text."""
+"""The most lines of one panel (`_ROWS`), and of the whole picture (`_LINES`), as text."""
 
 
 def shrunk(
@@ -36,7 +36,10 @@ def shrunk(
 
 
 def text(analysis: CallAnalysis) -> str:
-    """Rows of ranks and columns of hops, a letter for each cell. Each panel has queries down and keys across."""
+    """The picture as text: a row of panels for each rank and a column for each hop, with a letter for each cell.
+
+    In a panel, queries go down and keys across. A ring too large for `PAGE` and `_LINES` gives a sentence instead.
+    """
     hops, margin = len(analysis.hops), len(f"rank {analysis.ranks - 1} ")
     rows = min(_ROWS, _LINES // analysis.ranks - 1, ((PAGE - margin + 1) // hops - 1) // 2)
     if rows < 2:
@@ -52,11 +55,11 @@ def text(analysis: CallAnalysis) -> str:
 
 
 def save(analysis: CallAnalysis, path: Path, kind: str) -> None:
-    """Writes the picture as `kind`, "svg" or "png"."""
+    """Writes the picture to the file `path` in the format `kind`, "svg" or "png"."""
     import matplotlib as mpl  # takes half a second, which other commands need not wait for
 
     metadata = {"Title": title(analysis)} | ({"Date": None, "Creator": None} if kind == "svg" else {"Software": None})
-    # A fixed salt makes equal calls give equal files; with "none", text stays text.
+    # A fixed salt makes equal calls write equal files. The font type "none" keeps text as text, not as outlines.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringattn", "font.size": 9}):
         try:
             figure(analysis).savefig(path, format=kind, dpi=150, metadata=metadata)
@@ -65,7 +68,7 @@ def save(analysis: CallAnalysis, path: Path, kind: str) -> None:
 
 
 def figure(analysis: CallAnalysis) -> Any:
-    """A matplotlib figure: rows of ranks and columns of hops, and beside it the tiles of each rank."""
+    """The picture as a matplotlib figure: a panel for each rank and hop, and beside them a bar of each rank's tiles."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -107,12 +110,12 @@ def figure(analysis: CallAnalysis) -> Any:
 
 
 def _every(count: int) -> int:
-    """The step between labels of `count` ranks or hops: 1 up to 32, then so that there are 16 to 32 labels."""
+    """The distance between labelled ranks or hops, of `count`: 1 up to 32, then so that 16 to 32 have labels."""
     return 1 if count <= 32 else count // 16
 
 
 def _mosaic(analysis: CallAnalysis) -> np.ma.MaskedArray:
-    """All panels as one image of cells, with masked gaps between them if there is room."""
+    """All panels as one image with a number for each cell. Gaps between panels, if there is room, are masked out."""
     panels, gaps = max(analysis.ranks, len(analysis.hops)), 255
     cells = max(1, min(64, 512 // panels), min(2, 2048 // panels))
     gap = -(-cells // 16) if cells >= 8 else 0

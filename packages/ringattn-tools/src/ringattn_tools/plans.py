@@ -21,7 +21,10 @@ _HIDES: Final = {True: "yes", False: "no", None: None}
 
 @dataclasses.dataclass(frozen=True)
 class Reckoning:
-    """The costs of all strategies on a device. `taken` is that of the strategy which the call takes."""
+    """The costs of all strategies on a device. `taken` is the cost of the strategy that the call runs with.
+
+    `by_rule`: the call asks for "auto", so a rule chose that strategy.
+    """
 
     device: Device
     plans: tuple[Cost, ...]
@@ -50,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _read(wanted: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` as a type of `argparse`: text that it cannot read is named, with what is `wanted`."""
+    """Makes `parse` a type for `argparse`. On a `ValueError`, the error shows the text and what is `wanted`."""
 
     def read(text: str) -> Any:
         try:
@@ -62,7 +65,7 @@ def _read(wanted: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def platform_of(arguments: argparse.Namespace) -> str:
-    """The platform that the command line names; by default that of this machine."""
+    """The platform of `--device` or `--platform`, by default that of this machine. Raises if the two disagree."""
     if not arguments.device:
         return arguments.platform or platforms.platform_of(None, ())
     platform = MEASURED[arguments.device].platform
@@ -73,7 +76,10 @@ def platform_of(arguments: argparse.Namespace) -> str:
 
 
 def reckoning(analysis: CallAnalysis, arguments: argparse.Namespace) -> Reckoning | str:
-    """The costs of the analysed call on the device of the command line, or a sentence about what is not known of it."""
+    """The costs of the analysed call on the device that the command line names.
+
+    If rates or links of the device are unknown, returns a sentence that says which.
+    """
     device = _device(analysis, arguments)
     if isinstance(device, str):
         return device
@@ -83,9 +89,9 @@ def reckoning(analysis: CallAnalysis, arguments: argparse.Namespace) -> Reckonin
 
 
 def _device(analysis: CallAnalysis, arguments: argparse.Namespace) -> Device | str:
-    """The device, or a sentence that says what nobody has measured, and how to pass it.
+    """The device with its rates and links, or a sentence that says which are unknown, and which arguments give them.
 
-    Raises if the command line gives a rate or a link, and the other one is not known.
+    Raises if the command line gives only one of `--rate` and `--link`, and the other is unknown.
     """
     here, work = platforms.device_of(None, ()).device_kind, analysis.work
     if analysis.platform != platforms.platform_of(None, ()) or arguments.device not in (None, measured_name(here)):
@@ -112,7 +118,7 @@ def _device(analysis: CallAnalysis, arguments: argparse.Namespace) -> Device | s
 
 
 def report(reckoned: Reckoning | str) -> Iterator[Any]:
-    """Headings, tables and sentences for `show`."""
+    """Yields what `show` prints: the costs as headings, tables and sentences, or the sentence that replaces them."""
     if isinstance(reckoned, str):
         yield Title("Plans")
         yield reckoned
@@ -133,14 +139,14 @@ def report(reckoned: Reckoning | str) -> Iterator[Any]:
 
 
 def as_json(reckoned: Reckoning | str) -> dict[str, Any]:
-    """Plain data: the tables, and the rates and links; without a device only why there are none."""
+    """The costs as plain data: the tables and the device; if `reckoned` is a sentence, only the sentence."""
     if isinstance(reckoned, str):
         return {"not_reckoned": reckoned}
     return {"plans": costs(reckoned), "steps": steps(reckoned), "device": dataclasses.asdict(reckoned.device)}
 
 
 def costs(reckoned: Reckoning) -> Rows:
-    """One row for each strategy: its times, what it sends, its memory, and why the call cannot use it."""
+    """One row for each strategy: its times, the bytes that it sends, and its memory, or why the call cannot use it."""
 
     def row(plan: Cost) -> dict[str, Any]:
         sends = [step for step in plan.steps if step.sent]
@@ -187,7 +193,7 @@ def steps(reckoned: Reckoning) -> Rows:
 
 
 def _kind(row: dict[str, Any]) -> tuple[str, ...]:
-    """The printed cells of a row, without the number of the hop."""
+    """The key by which `steps` joins rows: the printed cells of `row`, without the number of the hop."""
     return tuple(str(value).split()[0] if name == "step" else str(value) for name, value in row.items())
 
 
@@ -196,7 +202,7 @@ def _span(first: str, last: str) -> str:
 
 
 def _choice(reckoned: Reckoning) -> str:
-    """A sentence about the strategy that "auto" takes."""
+    """Says which strategy "auto" takes, and which one the table shows to be faster, if another is."""
     fastest = min((plan for plan in reckoned.plans if plan.refusal is None), key=lambda plan: plan.seconds)
     taken = f"strategy='auto' takes {reckoned.taken.name} by its rule"
     if fastest is reckoned.taken:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call analysis as tables and sentences: printed as text, or as JSON, by `ringattn explain`."""
+"""Turns a `CallAnalysis` into the tables and sentences that `ringattn explain` prints as text or as JSON."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,13 +9,13 @@ from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title, show
 
 HIDDEN: Final = ("call", "hops", "states", "not_possible", "prefill", "shard")
-"""The fields of an analysis that JSON leaves out, or has under other names."""
+"""The fields of `CallAnalysis` that JSON leaves out, or shows under other names."""
 COLUMNS: Final = 9
-"""The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""
+"""The most ranks for which the table of tiles has a column a rank. With more, it has minimum, mean and maximum."""
 
 
 def report(analysis: CallAnalysis, picture: str) -> None:
-    """Prints the whole analysis, with `picture` above the table of tiles."""
+    """Prints the whole analysis, with `picture`, a drawing as text, above the table of tiles."""
     grid = "{} x {} tiles of {} queries by {} keys".format(*analysis.states.shape[2:], *analysis.tile)
     show(
         Title(title(analysis)), described(analysis), "",
@@ -29,7 +29,7 @@ def report(analysis: CallAnalysis, picture: str) -> None:
 
 
 def as_json(analysis: CallAnalysis, full: bool = False) -> dict[str, Any]:
-    """Plain data. With `full`, the table of tiles has a row for each hop and a column for each rank."""
+    """The analysis as plain data. With `full`, the table of tiles has a column for each rank, however many."""
     plain = {name: value for name, value in vars(analysis).items() if name not in HIDDEN}
     shapes = {name: x.shape for name, x in analysis.call.floating.items()}
     call = (
@@ -88,10 +88,10 @@ def _of_backend(analysis: CallAnalysis) -> Iterator[str]:
 
 
 def tiles(analysis: CallAnalysis, full: bool = False) -> Rows:
-    """The tiles that ranks compute at each hop.
+    """A table of how many tiles each rank computes at each hop.
 
-    With `full`, or if there are few ranks, a row for each hop and a column for each rank. Else the columns are the
-    extremes, and consecutive hops with equal extremes are one row.
+    With `full`, or with at most `COLUMNS` ranks, it has a row for each hop and a column for each rank. Else its columns
+    are the least, the mean and the largest number of a rank, and consecutive hops with equal numbers share a row.
     """
     full = full or analysis.ranks <= COLUMNS
 
@@ -125,7 +125,7 @@ def _of_tiles(analysis: CallAnalysis) -> Iterator[str]:
 
 
 def balance(analysis: CallAnalysis) -> str:
-    """A sentence: how many tiles are computed, and how evenly the ranks share them."""
+    """Says what part of all tiles is computed, and how evenly the ranks share these tiles."""
     work, total = sum(analysis.tiles_of_ranks), analysis.states[:, 0].size * analysis.ranks
     computed = f"{100 * work / total:.0f}% of all {total} tiles are computed."
     if analysis.ranks == 1 or not work:
@@ -135,7 +135,7 @@ def balance(analysis: CallAnalysis) -> str:
 
 
 def totals(analysis: CallAnalysis) -> str:
-    """Sentences: how many bytes each rank sends, and gathers before the first hop."""
+    """Says how many bytes each rank sends in each pass, and gathers, as ids and positions, before the first hop."""
     if not analysis.sent:
         return "Nothing is sent."
     forward, backward = (

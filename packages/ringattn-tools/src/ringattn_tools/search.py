@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidate is fastest: candidates are timed in turn, slow ones drop out early, and medians decide."""
+"""Finds a kernel's fastest configuration: times candidates in turn, drops slow ones early, and compares medians."""
 
 import contextlib
 import dataclasses
@@ -26,9 +26,9 @@ from .trial import release, trial
 Params = TypeVar("Params", FwdParams, BwdParams)
 
 TIE: Final = 0.02
-"""A candidate replaces the default only if it is faster by more than this fraction."""
+"""A candidate replaces the default only if the median time of the default is longer by more than this fraction."""
 DROPPING_OUT: Final = ((1, 2.0), (3, 1.3), (7, 1.1))
-"""`(rounds, factor)`: after `rounds`, a candidate drops out if its least time exceeds `factor` times the least of all.
+"""`(rounds, factor)`: after `rounds`, a candidate drops out if its least time is over `factor` times the least of all.
 
 Least times are compared, because other work on the machine only adds to a time. The default never drops out.
 """
@@ -39,7 +39,7 @@ LEAST_SECONDS: Final = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One candidate: the median seconds of its rounds, or why it did not run."""
+    """The result of one candidate: the median `seconds` of its rounds, or the `failure` that kept it from running."""
 
     part: str
     params: FwdParams | BwdParams
@@ -65,10 +65,10 @@ class Outcome:
 
 
 def tune(problem: Problem, registration: Registration | None = None, keep: bool = True) -> Outcome:
-    """Times every candidate of the backend for `problem`; with `keep` later calls run with the fastest.
+    """Times every candidate of the backend for `problem`; with `keep`, later calls of the problem run with the fastest.
 
-    `registration` is that of the backend, by default the one that the problem names. Results are stored on the disk,
-    but not those of a backend that is registered in this process: it has no version.
+    The backend is `registration`, by default the one that `problem` names. `keep` stores the results in memory and on
+    disk; only in memory if this process registered the backend itself, because such a backend has no version.
     """
     registration = get(problem.backend) if registration is None else registration
     outcome = fastest(registration, problem, choice.default(registration, problem))
@@ -78,10 +78,10 @@ def tune(problem: Problem, registration: Registration | None = None, keep: bool 
 
 
 def fastest(registration: Registration, problem: Problem, default: RingAttentionConfig) -> Outcome:
-    """The fastest of the backend's candidates; the default if none is faster by more than `TIE`.
+    """Times the backend's candidates and returns the fastest; `default`, unless one beats it by more than `TIE`.
 
-    A candidate that does not compile, or runs out of memory, is recorded and skipped. All work runs in another thread,
-    because the caller's thread may be tracing a program, which must not capture it.
+    A candidate that does not compile, or runs out of memory, is recorded and skipped. All work runs in another thread:
+    the caller's thread may be tracing a program, which would capture the work.
     """
     kernel = registration.implementation()
     if not tunable(registration):
@@ -119,7 +119,7 @@ def fastest(registration: Registration, problem: Problem, default: RingAttention
 
 
 def _progress_bar() -> Any:
-    """A context manager that gives a progress bar, or `None` without a terminal."""
+    """A context manager that yields a progress bar, or `None` if stderr is not a terminal."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()
     # `auto_refresh` would start a thread, which would disturb the times.
@@ -135,7 +135,11 @@ class _Race:
     def run(
         self, part: str, candidates: Sequence[Params], program: Callable[[Params], Callable[[], Any]]
     ) -> tuple[tuple[Timed, ...], Params]:
-        """Times each distinct candidate; returns all results and the chosen parameters. The first is the default."""
+        """Times each distinct candidate; returns the results of all and the parameters of the chosen one.
+
+        `part` is "forward" or "backward". `program(params)` makes the function to time. The first candidate is the
+        default.
+        """
         candidates = list(dict.fromkeys(candidates))
         task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) + ROUNDS)
         runs: dict[Params, Callable[[], Any]] = {}
@@ -164,7 +168,7 @@ class _Race:
     def _timed(
         self, task: Any, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params
     ) -> dict[Params, list[float]]:
-        """The seconds of each candidate in every round until it drops out."""
+        """Times the candidates in rounds: for each, the seconds of one call in every round until it drops out."""
         least = {params: _seconds(run, 1) for params, run in runs.items()}
         calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
         seconds: dict[Params, list[float]] = {params: [] for params in runs}
@@ -187,9 +191,9 @@ class _Race:
 
 
 def _chosen(default: Params, medians: Mapping[Params, float], seconds: Mapping[Params, Sequence[float]]) -> Params:
-    """The finalist with the least median time; the default unless that is faster by more than `TIE`.
+    """The finalist with the least median time, or `default` if its median time is longer by at most the fraction `TIE`.
 
-    Finalists are the candidates that did not drop out.
+    `seconds` has the time of each round. Finalists are the candidates that were timed in all rounds.
     """
     rounds = max(map(len, seconds.values()))
     best = min((params for params in medians if len(seconds[params]) == rounds), key=medians.__getitem__)
@@ -197,7 +201,7 @@ def _chosen(default: Params, medians: Mapping[Params, float], seconds: Mapping[P
 
 
 def shown(params: FwdParams | BwdParams) -> str:
-    """Parameters as short text."""
+    """Parameters as short text, such as "q_blocksize=256 kv_blocksize=512"."""
     given = {**params.to_dict(), **dict(params.extra)}
     given.pop("extra", None)
     return " ".join(f"{name}={value}" for name, value in given.items()) or "as the kernel chooses"

@@ -22,12 +22,13 @@ from .engine import Hops, hops_of_call, own_block
 
 _TILE: Final = 128
 _MANY_TILES, _MOST_TILES = 2**22, 2**26
-"""The default tile size grows until all ranks together have at most `_MANY_TILES`. More than `_MOST_TILES` raise."""
+"""The default tile size grows until all ranks together have at most `_MANY_TILES` tiles. A size with more than
+`_MOST_TILES` tiles raises."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The shapes of one rank's inputs as the ring engine gets them, its hops, and the features that it `needs`."""
+    """The call of one rank as the ring engine gets it, in shapes only, its hops, and the features that it `needs`."""
 
     call: Call
     hops: Hops
@@ -40,16 +41,19 @@ class Shard:
 
 
 def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
-    """The shapes of `work(local call)`, stacked over the ranks. Traces `work` once, and computes nothing."""
+    """The shapes of what `work` returns for the call of each rank, stacked along a first axis over the ranks.
+
+    Traces `work` once, and computes nothing.
+    """
     return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers)
 
 
-def shard(call: AbstractCall, kernel: Any = None) -> Shard:
-    """The shard of one rank. The sends of the ring may depend on `kernel`."""
+def shard(call: AbstractCall) -> Shard:
+    """The shard of one rank."""
     static: list[tuple[Hops, frozenset[Feature]]] = []
 
     def on_one_rank(local: Call) -> Call:
-        static.append((hops_of_call(kernel, local, call.ring, call.inner), options.needs(local)))
+        static.append((hops_of_call(local, call.ring, call.inner), options.needs(local)))
         return local
 
     stacked = trace(call, on_one_rank)
@@ -60,7 +64,7 @@ def shard(call: AbstractCall, kernel: Any = None) -> Shard:
 def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.ndarray:
     """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, q tiles, ranks of the keys, kv tiles]`.
 
-    It is that of the first batch row; a tile is skipped only if no head sees any of it.
+    The states are those of the first batch row. A tile is `SKIPPED` only if no head sees any of its pairs.
     """
     q_length, kv_length = (-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True))
 
@@ -79,7 +83,7 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
 
 
 def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
-    """The size of a tile: as `asked`, or 128 by 128, or larger for very long sequences; never longer than a shard."""
+    """The queries and keys of a tile: as `asked`; else 128 by 128, or more for very long sequences. At most a shard."""
     ranks, size = shard.hops.ranks, asked or (_TILE, _TILE)
     if min(size) < 1:
         raise InputError("--tile", f"got {size[0]},{size[1]}", "Pass positive lengths of queries and keys")
@@ -95,7 +99,7 @@ def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:
-    """`work` on the local call of each rank, stacked. A `vmap` with the axis name takes the place of `shard_map`."""
+    """Calls `work` with the call of each rank; stacks the results. A `vmap` with the axis name replaces `shard_map`."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating.items()}
     whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options, ranks=1), call.mesh)
     arrays, split = {}, {}

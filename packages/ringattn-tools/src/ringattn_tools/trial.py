@@ -14,7 +14,7 @@ from ringattn_core.contract.checks import backward, forward
 from ringattn_core.contract.protocol import Block, BlockKernel, Partial
 from ringattn_core.errors import TuningError
 from ringattn_core.placement.arrays import letters_of
-from ringattn_core.placement.layout import indices
+from ringattn_core.placement.layout import Shards
 from ringattn_core.tuning.problem import UNSEEN, Problem
 
 from .engine import blocks_of_last_rank
@@ -29,7 +29,7 @@ DOCUMENTS: Final = 4
 class Trial:
     """The blocks of one rank on one device, and the programs that run them through the kernel.
 
-    It is the last rank, which has the most work under a causal mask. Nothing is sent. Each hop is a call of one
+    The rank is the last, which has the most work under a causal mask. Nothing is sent. Each hop is a call of one
     compiled program, so that XLA cannot merge hops; the partial result is donated from hop to hop.
     """
 
@@ -50,7 +50,7 @@ class Trial:
         return run
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
-        """Makes a function that runs the backward pass over all hops, for the tuner; `whole` is the forward result."""
+        """Makes a function that runs the backward pass over all hops, for the tuner. `whole`: the forward result."""
         blocks = [_with(block, bwd_params=params) for block in self.blocks]
         products = self.dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
         rows = self.dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2)
@@ -76,7 +76,7 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
 
 
 def _inputs(problem: Problem) -> Call:
-    """The call of `problem` with made-up arrays; the ids and positions of keys are those of all ranks."""
+    """The call of one rank that `problem` describes, with made-up arrays, and key ids and positions of all ranks."""
     call = problem.call
     if call is None:
         raise TuningError(
@@ -91,9 +91,10 @@ def _inputs(problem: Problem) -> Call:
 
 
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
-    """Makes one array. Floats are random, a dense mask hides nothing, and an offset is 0.
+    """Makes array `name` with the shape and dtype of `x`. Floats are random, a dense mask is all true.
 
-    Positions are those of the layout, and segment ids those of packed documents.
+    An offset is 0. Positions are those that the layout gives the last rank, or, for keys, all ranks. Segment ids number
+    `DOCUMENTS` documents a shard.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
@@ -102,7 +103,7 @@ def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
     call: Any = problem.call
-    tokens = jnp.concatenate([indices(call.layout, problem.ranks, rank, x.shape[-1]) for rank in ranks])
+    tokens = jnp.concatenate([Shards(call.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks])
     document = max(problem.kv_length // DOCUMENTS, 1) if name.endswith("segment_ids") else 1
     return jnp.broadcast_to(tokens // document, (*x.shape[:-1], tokens.size))
 

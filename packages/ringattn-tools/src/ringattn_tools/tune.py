@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ringattn tune` and `ringattn cache`: find the fastest configuration for a call, and list what is stored."""
+"""`ringattn tune` and `ringattn cache`: find and store the fastest configuration for a call, and list stored ones."""
 
 import argparse
 import dataclasses
@@ -14,8 +14,7 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
-from ringattn_core.strategies.choose import settled
-from ringattn_core.strategies.run import tuned_as
+from ringattn_core.strategies.run import settled, tuned_as
 from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
@@ -65,7 +64,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
-    """Tunes one problem, prints every candidate, and stores the fastest if `keep`."""
+    """Times every candidate configuration for `problem`, prints a table, and stores the fastest if `keep`."""
     outcome = search.tune(problem, registration, keep=keep)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, best in (
@@ -79,7 +78,7 @@ def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
 
 
 def _refuse_too_large(call: AbstractCall) -> None:
-    """Raises for arrays of one rank that alone exceed the memory of the device."""
+    """Raises `InputError` if the floating-point inputs of one rank alone exceed the memory of the device."""
     stats, pages = jax.devices()[0].memory_stats(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = (stats or {}).get("bytes_limit", pages)
     needed = data_bytes(call.floating) // call.ring
@@ -89,7 +88,10 @@ def _refuse_too_large(call: AbstractCall) -> None:
 
 
 def candidates(timed: Sequence[Timed], best: FwdParams | BwdParams) -> Rows:
-    """A table of the candidates: by rounds, most first, then by time. The first of `timed` is the default."""
+    """A table with a row for each candidate, sorted by the rounds that it was timed in, most first, then by time.
+
+    The row of `best` is marked. The first of `timed` is the default configuration.
+    """
     default = timed[0].seconds
     return [
         {
@@ -125,7 +127,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
 
 
 def _text(entry: cache.Entry) -> str:
-    """An entry as text: its file, its problem, and the chosen parameters."""
+    """A stored result as text: its file, the problem that was tuned, and the chosen parameters."""
     problem = dict(entry.problem)
     versions = ", ".join(" ".join(pair) for pair in problem.pop("versions"))
     told = ", ".join(f"{name} {value}" if value is not True else name for name, value in problem.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention a call computes, and for which pairs of ranks, whichever strategy divides it."""
+"""How much attention a call computes: the sizes of one rank's arrays, and its pairs of queries and keys."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from .engine import Hops, hops_of_ring
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The shapes of one rank's shard, the hops of its ring, and which ranks' keys its queries see.
+    """The sizes of one rank's shard, the hops of the ring, and how many pairs of query and key kernels compute.
 
-    Batch and heads are those of one device outside the ring. `pairs[i, j]` is the number of (query, key) pairs of one
-    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `others` are the bytes
-    of the remaining inputs of the call, which every strategy holds.
+    `batch` and the numbers of heads are those of one rank. `pairs[i, j]` is the number of (query, key) pairs of one
+    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `others` is the bytes
+    of all inputs but query, key and value that a rank holds, with key ids and positions of all ranks.
     """
 
     batch: int
@@ -36,7 +36,7 @@ class Work:
 
     @classmethod
     def of_call(cls, call: Call, hops: Hops, pairs: np.ndarray) -> "Work":
-        """The work of this call of one shard; only the shapes of its arrays are read."""
+        """The work of `call`, a call of one rank; reads only the shapes and dtypes of its arrays."""
         batch, q_length, heads, head_dim = call.query.shape
         _, kv_length, kv_heads, value_dim = call.value.shape
         operands, of_all_ranks = (call.query, call.key, call.value), (call.kv_segment_ids, call.kv_positions)
@@ -60,39 +60,39 @@ class Work:
 
     @property
     def queries(self) -> int:
-        """The elements of one rank's queries."""
+        """The number of elements of one rank's query array."""
         return self.batch * self.q_length * self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """The elements of one rank's keys and values together."""
+        """The number of elements of one rank's key and value arrays together."""
         return self.batch * self.kv_length * self.kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def outputs(self) -> int:
-        """The elements of one rank's output."""
+        """The number of elements of one rank's output array."""
         return self.batch * self.q_length * self.heads * self.value_dim
 
     @property
     def rows(self) -> int:
-        """The elements of one rank's lse."""
+        """The number of elements of one rank's lse: one for each query of each head."""
         return self.batch * self.q_length * self.heads
 
     @property
     def operations(self) -> tuple[int, int]:
-        """The floating-point operations for one pair in the forward and the backward pass, over batch and heads."""
+        """`(forward, backward)`: the floating-point operations of a (query, key) pair, over the batch and all heads."""
         return operations(self.batch, self.heads, self.head_dim, self.value_dim)
 
     @functools.cached_property
     def of_hops(self) -> np.ndarray:
-        """The pairs that each rank computes at each hop of the ring, `[hops, ranks]`."""
+        """How many (query, key) pairs of one head and batch row each rank computes at each hop, `[hops, ranks]`."""
         return self.pairs[np.arange(self.ranks), self.hops.sources]
 
     def over_heads(self, inner: int) -> "Work":
-        """The work of the outer ring, where groups of `inner` consecutive ranks have exchanged heads for tokens.
+        """The work of one ring of `ranks // inner` ranks, after groups of `inner` ranks exchanged heads for tokens.
 
-        A rank then has the tokens of its group and a part of the heads. Key heads that do not divide by the ranks are
-        repeated until they do.
+        A rank then has all tokens of its group, and `1 / inner` of the heads. Key heads are repeated if `inner` does
+        not divide their number.
         """
         outer = self.ranks // inner
         pairs = self.pairs.reshape(outer, inner, outer, inner).sum((1, 3))
@@ -111,11 +111,11 @@ class Work:
 
 
 def data_bytes(tree: Any) -> int:
-    """The bytes of all arrays in `tree`, from their shapes."""
+    """The number of bytes of all arrays in `tree`, by their shapes and dtypes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def operations(batch: int, heads: int, head_dim: int, value_dim: int) -> tuple[int, int]:
-    """`Work.operations` of these shapes: two and five matrix products."""
+    """`Work.operations` for these sizes: the forward pass has two matrix products, the backward pass five."""
     each = 2 * batch * heads
     return each * (head_dim + value_dim), each * (3 * head_dim + 2 * value_dim)

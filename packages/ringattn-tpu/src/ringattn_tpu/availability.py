@@ -9,7 +9,7 @@ import jax
 from .launch import INTERPRETER
 
 OLDEST: Final = 5
-"""The first generation of TPUs whose kernels are compiled in the tests."""
+"""The oldest generation of TPUs for which the tests compile the kernels."""
 
 
 def why_unavailable() -> str | None:
@@ -28,6 +28,6 @@ def _why_not_on(device: Any) -> str | None:
 
 
 def _generation(kind: str) -> int:
-    """The number in a name such as "TPU v5 lite" or "TPU7x"; a name without a number counts as the newest."""
+    """The generation of a TPU: the digit in `kind`, such as "TPU v5 lite" or "TPU7x". Without a digit, `OLDEST`."""
     digits = [letter for letter in kind if letter.isdigit()]
     return int(digits[0]) if digits else OLDEST

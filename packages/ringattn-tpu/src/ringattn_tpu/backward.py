@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.contract.protocol import Block, Gradients
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Gradients, padded
 from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes
@@ -27,7 +26,7 @@ Inputs = dict[str, Operand]
 
 @jax.jit
 def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None) -> Gradients:
-    """The gradients of the block; the result's `dq` includes the `dq` given."""
+    """The gradients of the block. `dq` of the result is the gradient plus the argument `dq`, if there is one."""
     q_length, kv_length = block.q_length, block.kv_length
     given = prepared(block, block_sizes.choose(block, block.rule.bwd_params))
     given = _with_rows(given, dout, lse, delta)
@@ -45,7 +44,7 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
 
 
 def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
-    """Adds dout, lse and delta to the inputs. A row that sees nothing, or is padding, gets lse +inf, so that p is 0."""
+    """Adds dout, lse and delta to the inputs. If a query sees no key, or is padding, its lse becomes +inf: p is 0."""
     length = given.sizes.q_length
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), length, 2, jnp.inf)
     values = [lse, padded(delta, length, 2)]
@@ -57,18 +56,21 @@ def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.
 
 
 def _row_columns(given: KernelInputs) -> dict[str, Any]:
-    """Scratch memory for lse and delta of the own queries, as columns."""
+    """Scratch memory for lse and delta of the tile of queries that the kernel keeps, as columns."""
     return {"row_values": pltpu.VMEM((2, given.sizes.q_tile, LANES), jnp.float32)}
 
 
 def _key_sums(given: KernelInputs) -> dict[str, Any]:
-    """Scratch memory for the sums of `dk` and `dv` over the steps of a tile."""
+    """Scratch memory for `dk` and `dv` of the tile of keys that the kernel keeps, summed over its steps."""
     dims = {"dk": given.block.q.shape[-1], "dv": given.block.value_dim}
     return {name: pltpu.VMEM((given.sizes.kv_tile, dim), jnp.float32) for name, dim in dims.items()}
 
 
 def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = None, wide: bool = False) -> Operand:
-    """One gradient as an output: float32, or if the block is final and not `wide`, in the dtype of the inputs."""
+    """The gradient `name` as an output: float32 if `wide` or the block is not final, else in the dtype of the inputs.
+
+    `axes` are its letters as in `KernelInputs`, by default with a tile of tokens a step.
+    """
     sizes, block = given.sizes, given.block
     batch, _, heads, head_dim = block.q.shape
     own_axes, shape = {
@@ -81,7 +83,7 @@ def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = No
 
 
 def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
-    """Whether the gradients of a head fit vector memory, and the grid visits each head only once."""
+    """Whether `_fused` can run: no slopes, gradients of a head fit vector memory, and the grid visits a head once."""
     block, sizes = given.block, given.sizes
     wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
     floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
@@ -108,7 +110,10 @@ def _keys(given: KernelInputs, of_keys: Steps) -> Found:
 
 
 def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found:
-    """Computes `dq`, and `dheads [B, N, 8, 128]` as partial sums: the caller sums the last two axes."""
+    """Computes `dq`, and with ALiBi also `dheads [B, N, 8, 128]`, the gradients of the slopes.
+
+    `dheads` has partial sums: the caller sums the last two axes.
+    """
     sizes = given.sizes
     batch, _, heads, head_dim = given.block.q.shape
     outputs = {"dq": _result(given, "dq", False)}
@@ -128,7 +133,7 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
 def _bias_gradient(given: KernelInputs, inputs: Inputs) -> jax.Array:
     """Computes `dbias`, in the shape of the padded bias.
 
-    The batch rows and heads that share a tile of the bias are the last axis of the grid: each adds to the same output.
+    Batch rows and heads that share a tile of the bias are the innermost loop of the grid: all add to the same output.
     """
     sizes, bias = given.sizes, given.block.bias
     assert bias is not None

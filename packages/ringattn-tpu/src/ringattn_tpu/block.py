@@ -5,14 +5,12 @@ from typing import Final
 
 from .backward import backward
 from .forward import forward
-from .ordering import tie
 from .tuning_candidates import candidate_configs
 
 
 class TpuKernel:
     """Blockwise attention on TPUs: every feature but float16, heads of up to 256, the same bits at every run."""
 
-    tie = staticmethod(tie)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
     candidate_configs = staticmethod(candidate_configs)

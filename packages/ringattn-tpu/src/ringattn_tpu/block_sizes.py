@@ -14,7 +14,7 @@ from ringattn_core.errors import InputError
 from . import steps
 
 LANES: Final = 128
-"""Tile lengths are multiples of this number of lanes, because the visiting side lies along the lanes."""
+"""The lanes of a vector register. Tile lengths are multiples of it, because visiting tiles lie along the lanes."""
 SUBLANES: Final = 8
 _LONGEST: Final = 1024
 _SHORTEST: Final = 256
@@ -23,7 +23,7 @@ _PART: Final = 512
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The tile sizes, the padded lengths, and how many tokens of a visiting tile are computed at a time."""
+    """In tokens: the tile sizes, the padded lengths, and the part of a visiting tile that is computed at a time."""
 
     q_tile: int
     kv_tile: int
@@ -32,12 +32,12 @@ class Sizes:
     part: int
 
     def part_of(self, visiting_tile: int) -> int:
-        """The longest part that divides the tile."""
+        """How much of a visiting tile of this length to compute at a time: at most `part`, and a divisor of it."""
         return next(n for n in range(min(self.part, visiting_tile), 0, -LANES) if visiting_tile % n == 0)
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
-    """The tiles that `params` asks for, and those that it leaves open.
+    """The sizes that `params` asks for, and a choice for each size that it leaves open.
 
     Tiles are long, so that the pipeline hides its transfers behind products, but no longer than half of what a window
     lets a query see; near equal, so that padding wastes little; and so few that the list of steps has room.
@@ -75,6 +75,6 @@ def _rounded(size: int) -> int:
 
 
 def cut(length: int, longest: int) -> tuple[int, int]:
-    """The tile, and the padded length, when `length` is cut into the fewest near-equal tiles."""
+    """`(tile, padded length)`: `length` cut into the fewest near-equal tiles of at most `longest` tokens."""
     tile = near_equal(length, longest, LANES)
     return tile, -(-length // tile) * tile

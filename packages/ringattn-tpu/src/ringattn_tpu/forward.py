@@ -4,8 +4,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Partial, padded
 
 from . import block_sizes
 from .block_sizes import LANES
@@ -17,7 +16,7 @@ from .steps import steps
 
 @jax.jit
 def forward(block: Block, partial: Partial | None) -> Partial:
-    """Continues `partial` with the keys of the block."""
+    """Continues the online softmax of `partial` with the keys of the block; `None` starts a new one."""
     given = prepared(block, block_sizes.choose(block, block.rule.fwd_params))
     sizes, value_dim = given.sizes, block.value_dim
     batch, q_length, heads, _ = block.q.shape
@@ -46,14 +45,17 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
-    """The running maximum and the running sum of each row of `partial`, in units of log2."""
+    """The state of the online softmax that `partial` stands for, `[B, N, 2, T]`: a maximum and a sum for each query.
+
+    The maximum is the lse in units of log2, so the sum relative to it is 1. A query that has seen no key has sum 0.
+    """
     nothing = jnp.isneginf(partial.lse)
     largest = jnp.where(nothing, kernel.LOWEST, partial.lse * LOG2_E)
     return padded(jnp.stack([largest, jnp.where(nothing, 0.0, 1.0)], 2), given.sizes.q_length, 3)
 
 
 def _result(out: jax.Array, softmax: jax.Array) -> Partial:
-    """The partial result from the final maximum and sum of each row."""
+    """The partial result from `out` and the final maximum and sum of each query, `softmax [B, N, 2, T]`."""
     largest, total = softmax[:, :, 0], softmax[:, :, 1]
-    # Added in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
+    # The sum is taken in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
     return Partial(out, jnp.where(total == 0.0, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E))

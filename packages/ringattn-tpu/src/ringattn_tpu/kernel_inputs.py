@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract import dropout
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.visibility import bounds
 
 from . import mask_bits
 from .block_sizes import LANES, Sizes
@@ -22,7 +23,6 @@ from .launch import At, Grid, Operand, launch
 from .steps import Steps
 
 LOG2_E: Final = math.log2(math.e)
-_LARGEST: Final = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def product_scale(self) -> float:
-        """The factor of a product of query and key, before a soft cap; without one, to units of log2."""
+        """The factor of each product of query and key: scale / soft cap; without a cap, the scale in units of log2."""
         cap = self.rule.logits_soft_cap
         return self.rule.softmax_scale * LOG2_E if cap is None else self.rule.softmax_scale / cap
 
@@ -49,9 +49,9 @@ class Settings:
 class KernelInputs(NamedTuple):
     """A block, padded to whole tiles, and the arrays that every kernel reads, each with a letter for each axis.
 
-    `B` is batch rows, `N` and `K` are query and key heads, `T` and `S` are query and key tokens. A digit is an axis of
-    which only the element with this number is read, and `.` an axis that every step reads whole. An axis of length 1
-    broadcasts.
+    `B` is batch rows, `N` and `K` are query and key heads, `T` and `S` are query and key tokens. A digit is an axis
+    along which only the element with this number is read, and `.` an axis that every step reads whole. An axis of
+    length 1 broadcasts.
     """
 
     block: Block
@@ -61,11 +61,11 @@ class KernelInputs(NamedTuple):
 
     @property
     def per_head_gradient(self) -> bool:
-        """Whether the call differentiates a parameter of each head (ALiBi slopes)."""
+        """Whether kernels compute the gradient of a parameter of each head: the call has ALiBi slopes."""
         return self.block.slopes is not None
 
     def operands(self, by_keys: bool) -> dict[str, Operand]:
-        """The arrays as operands of a kernel that owns tiles of queries, or of keys if `by_keys`."""
+        """The arrays as inputs of a kernel that keeps tiles of queries, or of keys if `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
         if self.block.rule.masks or self.block.mask is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
@@ -74,9 +74,10 @@ class KernelInputs(NamedTuple):
         return found
 
     def operand(self, x: Any, axes: str, by_keys: bool) -> Operand:
-        """An input or output of a kernel. The heads of its grid are query heads, or key heads if `by_keys`.
+        """`x`, whose axes have the letters `axes`, as an input or output of a kernel.
 
-        The query heads that read one key head are the members of its group.
+        The heads of the grid are query heads, or key heads if `by_keys`. The query heads that read one key head are the
+        members of its group.
         """
         group, sizes = self.block.group, self.sizes
         tokens = {"T": (sizes.q_tile, sizes.q_length), "S": (sizes.kv_tile, sizes.kv_length)}
@@ -114,9 +115,10 @@ class KernelInputs(NamedTuple):
         products: int,
         **options: Any,
     ) -> dict[str, jax.Array]:
-        """Launches a kernel of this package and returns its outputs. It computes `products` matrix products a step.
+        """Launches a kernel of this package and returns its outputs by name.
 
-        `scratch` gets room for the integers of the own side as columns.
+        The kernel computes `products` matrix products a step. `scratch` gets `columns`, room for the integers of the
+        tile that the kernel keeps.
         """
         sizes, settings, block = self.sizes, self.settings, self.block
         own, visiting = (sizes.kv_tile, sizes.q_tile) if by_keys else (sizes.q_tile, sizes.kv_tile)
@@ -130,7 +132,7 @@ class KernelInputs(NamedTuple):
             inputs,
             outputs,
             scratch=scratch,
-            # XLA plans with this where it hides transfers behind the kernel: as if all tiles were visited.
+            # XLA reads this estimate to hide transfers behind the kernel. It counts all tiles, visible or not.
             cost=pl.CostEstimate(
                 flops=products * pairs * (block.q.shape[-1] + block.value_dim),
                 transcendentals=pairs,
@@ -173,7 +175,7 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
 def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The integers of queries and of keys, `[b, T]` and `[b, S]`, that some score depends on."""
     rule = block.rule
-    low, high = bounds(block)
+    low, high = bounds(rule, block.q_positions)
     q = {name: x for name, x in (("low", low), ("high", high)) if x is not None}
     kv: dict[str, jax.Array] = {}
     if block.slopes is not None:
@@ -189,23 +191,6 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
         kv_ids = jnp.zeros_like(block.kv_index) if kv_ids is None else jnp.where(kv_ids < 0, -2, kv_ids)
         q["segment"], kv["segment"] = ids, jnp.where(block.kv_index < 0, -2, kv_ids)
     return q, kv
-
-
-def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"] | None]:
-    """The first and the last position that each query sees; `None` if there is no bound. Sums are kept within int32."""
-    rule, position = block.rule, block.q_positions
-    lows, highs = [], []
-    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
-    if left is not None:
-        lows.append(jnp.maximum(position, left - _LARGEST) - left)
-    if right is not None:
-        highs.append(jnp.minimum(position, _LARGEST - right) + right)
-    if rule.causal or rule.chunk_size is not None:
-        highs.append(position)
-    if rule.chunk_size is not None:
-        lows.append(position - jnp.remainder(position, rule.chunk_size))
-    low = jnp.stack(lows).max(0) if lows else None
-    return low, jnp.stack(highs).min(0) if highs else None
 
 
 def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "b rows T"]:

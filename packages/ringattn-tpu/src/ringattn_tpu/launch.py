@@ -17,17 +17,17 @@ from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
 SIMULATE: Final = "simulate"
-"""The value that asks for the simulator of a TPU, which is far slower than the interpreter."""
+"""The value of `INTERPRET_VARIABLE` that asks for the simulator of a TPU, which is far slower than the interpreter."""
 INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", "jax[tpu]", values=("1", SIMULATE))
 VMEM_LIMIT: Final = 2**25 * 3 // 2
-"""How much vector memory a kernel may use: 48 MiB, of the 64 MiB that a core of the smallest of these TPUs has."""
+"""The bytes of vector memory that a kernel may use: 48 MiB. A core of the smallest of these TPUs has 64 MiB."""
 
 Run = functools.partial[list[jax.Array]]
-"""A launch without its arrays and without `interpret`: the static parameter of the primitive."""
+"""`_pallas`, bound to all arguments but the arrays and `interpret`: the static parameter of the primitive."""
 
 
 class At(NamedTuple):
-    """The indices of a step: batch row, head of the grid, member of its group, own tile and visiting tile."""
+    """The indices of a step: batch row, head of the grid, member of its group, kept tile (`own`) and visiting tile."""
 
     batch: Any
     head: Any
@@ -37,7 +37,7 @@ class At(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An input or output of a kernel: the shape of the `block` that a step works on, and the index of that block.
+    """An input or output of a kernel: the shape of the `block` that a step works on, and `at`, which gives its index.
 
     `None` in the shape is an axis of length 1 that the kernel does not see. Without a `block` the kernel never reads
     the array: only its memory is used, by an output.
@@ -100,7 +100,7 @@ def launch(
 
 
 class Step(NamedTuple):
-    """A step as its kernel sees it: its flags, its indices, and the number of members."""
+    """A step as its kernel sees it: its flags (`steps.py`), its indices, and the number of members of a group."""
 
     flags: Any
     at: At
@@ -111,7 +111,7 @@ class Step(NamedTuple):
 
 
 def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], None]) -> None:
-    """Calls `visit(start, masked)` for every `part` tokens of the step's visiting tile; an idle step calls nothing.
+    """Calls `visit(start, masked)` for every `part` of the `length` tokens of a visiting tile; not in an idle step.
 
     `masked` is false if all pairs of the two tiles are visible, so that the kernel needs no mask.
     """
@@ -124,7 +124,7 @@ def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], 
 
 
 def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    """Runs a launch as one primitive, or in the simulator: that has effects, which a primitive cannot have.
+    """Runs a launch as one primitive, or without one in the simulator, whose effects a primitive cannot have.
 
     The simulated TPU has two cores that share a grid. Its memory is NaN at first, and races raise.
     """

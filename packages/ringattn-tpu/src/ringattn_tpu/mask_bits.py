@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs masks that kernels cannot compute into the bits of words, along the side that a kernel owns.
+"""Packs masks that a kernel cannot compute itself into the bits of words.
 
-Word `w` of a tile holds its rows from `w * bits` on, the first in bit 0. A kernel unpacks a word to rows by shifts;
-bits along the lanes would need a gather.
+A kernel keeps a tile of queries, or of keys; the bits of a word belong to consecutive rows of this tile. Word `w` holds
+the rows from `w * bits` on, the first in bit 0. A kernel unpacks a word to rows by shifts; bits along the lanes would
+need a gather.
 """
 
 import dataclasses
@@ -17,17 +18,18 @@ from ringattn_core.contract.visibility import visible
 from .block_sizes import SUBLANES
 
 PAIRS_AT_ONCE: Final = 2**26
-"""The most pairs of a mask that are evaluated at a time."""
+"""The most (query, key) pairs whose masks are evaluated at a time."""
 
 
 def bits(tile: int) -> int:
-    """The number of rows in a word, chosen so that the words of a tile fill whole vector registers."""
+    """The number of rows in a word, 32 or 16, so that the words of `tile` rows fill whole vector registers."""
     return 32 if tile % (32 * SUBLANES) == 0 else 16
 
 
 def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"]:
-    """Packs the rule's masks and the dense mask to words: along the queries, or along the keys if `by_keys`.
+    """Packs the masks of `mask_builder` and the dense mask to words. Bits run along queries, or keys if `by_keys`.
 
+    `tile` is the length of a tile of the side along which bits run. `other` is the length of the other side.
     The batch axis is 1 if no mask depends on the batch, and the head axis is 1 if all heads have the same mask.
     """
     rule = block.rule
@@ -52,7 +54,7 @@ def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"
 
 
 def _packed(seen: jax.Array, count: int) -> jax.Array:
-    """Sums the bits of each word. XLA fuses the sum with the mask, and stores no array of booleans."""
+    """Packs each `count` consecutive rows of booleans to a word. XLA fuses it with the mask, and stores no booleans."""
     weights = (jnp.uint32(1) << jnp.arange(count, dtype=jnp.uint32))[:, None]
     cut = seen.reshape(*seen.shape[:2], -1, count, seen.shape[3])
     words = jnp.where(cut, weights, jnp.uint32(0)).sum(3, dtype=jnp.uint32)

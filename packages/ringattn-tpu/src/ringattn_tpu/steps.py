@@ -15,13 +15,13 @@ from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import tiles
 
 FIRST: Final = 1
-"""The step is the first of its own tile: the kernel initialises its sums."""
+"""The step is the first with its own tile, the tile that the kernel keeps: the kernel initialises its sums."""
 LAST: Final = 2
-"""The step is the last of its own tile: the kernel writes its outputs."""
+"""The step is the last with its own tile, the tile that the kernel keeps: the kernel writes its outputs."""
 MASKED: Final = 4
-"""Not every pair of the two tiles is visible."""
+"""Some pair of query and key of the two tiles of the step is not visible: the kernel applies the masks."""
 IDLE: Final = 8
-"""The own tile sees nothing: the kernel only writes its outputs."""
+"""No pair of query and key of the own tile is visible: the kernel only writes its outputs."""
 PAIRED: Final = 16
 """The indices of both tiles are runs of 16 that begin at multiples of 16: rows 8 apart then share dropout draws."""
 OPENS: Final = 32
@@ -53,7 +53,7 @@ class Numbering:
 
 
 class Steps(NamedTuple):
-    """`listed[:length]` are the steps, by own tile. `rows` is 1 where one list serves all batch rows, else `B`."""
+    """`listed[:length]` are the steps, by batch row and own tile. `rows`: 1 if one list serves the batch, else `B`."""
 
     listed: Int32[Array, " steps"]
     length: Int32[Array, ""]
@@ -62,7 +62,7 @@ class Steps(NamedTuple):
 
 
 def fits(batch: int, own: int, visiting: int) -> bool:
-    """Whether a list of `batch * own * visiting` steps is short enough, and each step fits one integer."""
+    """Whether `batch` rows of `own` by `visiting` tiles make at most `MOST_STEPS` steps that each fit one integer."""
     bits = (batch - 1).bit_length() + (own - 1).bit_length() + (visiting - 1).bit_length() + _FLAG_BITS
     return batch * own * visiting <= MOST_STEPS and bits <= _NUMBER_BITS
 
@@ -70,9 +70,10 @@ def fits(batch: int, own: int, visiting: int) -> bool:
 def steps(
     block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, every_own: bool = False, one_list: bool = False
 ) -> Steps:
-    """The steps of a block whose lengths divide by the tiles.
+    """The steps of a kernel over `block`, whose lengths are multiples of the tiles.
 
-    `every_own` gives each own tile at least an idle step; `one_list` makes one list for all batch rows.
+    The kernel holds a query tile, or with `by_keys` a key tile, while it visits tiles of the other side. `every_own`
+    gives an idle step to a held tile without visible pairs; `one_list` makes one list for all batch rows.
     """
     some, full = tiles(block, q_tile, kv_tile)
     paired = _in_runs(block.q_index, q_tile)[None, :, None] & _in_runs(block.kv_index, kv_tile)[None, None]

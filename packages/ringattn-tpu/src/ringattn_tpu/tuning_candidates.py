@@ -16,7 +16,10 @@ _MOST_SCORES: Final = 2**20
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """Tile and part sizes to measure: sizes that cut the block into the same tiles and parts come only once."""
+    """The configurations that the tuner times: tile sizes, and the part of a tile that is computed at a time.
+
+    Sizes that cut the block into the same tiles and parts come only once.
+    """
     found: dict[tuple[int, ...], RingAttentionConfig] = {}
     for q in _TILES:
         for kv in _TILES:

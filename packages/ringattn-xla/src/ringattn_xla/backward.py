@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass of a block: each visible tile once, probabilities from the final lse."""
+"""The backward pass of a block: visits each visible tile once, and computes probabilities from the final lse."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract import ordering
 from ringattn_core.contract.dropout import kept
-from ringattn_core.contract.protocol import Block, Gradients
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Gradients, padded
 from ringattn_core.contract.varying import align, axes_of
 
 from .scores import like_scores, product, row_values, rows, scores, term_gradients, terms, unrows
@@ -22,14 +21,14 @@ def backward(
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"] | None,
 ) -> Gradients:
-    """The gradients of the block; the result's `dq` includes the `dq` given."""
+    """The gradients of the block. `dq` of the result is the gradient plus the argument `dq`, if there is one."""
     asked, before = block, jnp.zeros(block.q.shape, jnp.float32) if dq is None else dq
     given = block, dout, lse, delta, before
     block, dout, lse, delta, before = align(given, axes_of(given))
     size = choose(block, block.rule.bwd_params)
     block = pad(block, size)
     dout = padded(dout, block.q_length, 1)
-    # For a row that sees nothing, and for padding, lse is +inf, so that its probabilities are 0.
+    # For a query that sees no key, and for padding, lse becomes +inf, so that the probabilities are 0.
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse), block.q_length, 2, jnp.inf)
     values = {"lse": lse, "delta": padded(delta, block.q_length, 2)}
     read = {"dout": dout, **{name: row_values(x, block) for name, x in values.items()}}
@@ -45,7 +44,7 @@ def backward(
 
 
 def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
-    """Adds the gradients of one tile to those so far."""
+    """Adds the gradients of one tile to `total`. `read` has `dout`, `lse` and `delta` of its queries."""
     rule, dtype = tile.rule, tile.q.dtype
     q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(read["dout"], tile)
     s, capped = scores(q, k, tile, by_keys=True)

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import empty
-from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Partial, padded
 from ringattn_core.contract.varying import align, axes_of
 
 from .scores import from_row_values, like_scores, product, row_values, rows, scores, unrows
@@ -16,13 +15,13 @@ _AXES = {"out": "BTN.", "softmax": ".BKR"}
 
 
 def forward(block: Block, partial: Partial | None) -> Partial:
-    """Continues `partial` with the keys of the block."""
-    # Without it, XLA of JAX 0.11 fuses the hops of a ring on CPUs into one kernel, and compiles it for over 15 minutes.
+    """Continues the online softmax of `partial` with the keys of the block; `None` starts a new one."""
+    # Without the barrier, XLA of JAX 0.11 fuses the hops of a ring on CPUs, and compiles for over 15 minutes.
     before = empty(block) if partial is None else jax.lax.optimization_barrier(partial)
     block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    # The sum of weights relative to exp(lse): 1, or 0 where the rows have seen nothing.
+    # The sum of exp(s - lse) over the keys so far: 1, or 0 for a query that has seen no key.
     total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
     softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (before.lse, total)])
     out = padded(before.out, block.q_length, 1)
@@ -36,7 +35,7 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
-    """One step of the online softmax: `out` and `total` are sums relative to `exp(largest)`.
+    """One step of the online softmax: `out` and `total` are sums of terms with the factor `exp(s - largest)`.
 
     A probability that dropout keeps enters `out` unscaled; `forward` divides by the keep probability, in float32.
 

@@ -20,7 +20,7 @@ Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 
 
 def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
-    """The scores, -inf where a key is masked out, and the scaled and capped products that they come from."""
+    """The scores, -inf where a key is masked out, and the scaled and capped products, without bias and slopes."""
     rule = tile.rule
     s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.softmax_scale
     if rule.logits_soft_cap is not None:
@@ -32,13 +32,13 @@ def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, 
 
 
 def terms(block: Block) -> Arrays:
-    """The arrays that are added to scores and are differentiated (bias and slopes), in float32."""
+    """The bias, unless it is fixed, and the ALiBi slopes, in float32: what has a gradient besides q, k and v."""
     found = {"bias": None if block.bias_fixed else block.bias, "slopes": block.slopes}
     return {name: x.astype(jnp.float32) for name, x in found.items() if x is not None}
 
 
 def term_gradients(ds: Scores, tile: Block, by_keys: bool) -> Arrays:
-    """The gradients of the `terms`, from those of the scores."""
+    """The gradients of the arrays in `terms(tile)`, by name, from the gradients `ds` of the scores."""
     return jax.vjp(lambda terms: _with_terms(ds, terms, tile, by_keys), terms(tile))[1](ds)[0]
 
 
@@ -52,7 +52,7 @@ def _with_terms(s: Scores, terms: Mapping[str, Any], tile: Block, by_keys: bool)
 
 
 def product(a: Float[Array, "b k i h"], c: Float[Array, "b k x y"], contracted: int, tile: Block) -> Scores:
-    """The product of the last axis of `a` and one of `c`, accumulated in float32.
+    """The product of `a` and `c`, summed over the last axis of `a` and axis `contracted` of `c`, in float32.
 
     Float32 inputs are multiplied at the highest precision, unless the rule asks for less.
     """
@@ -64,7 +64,7 @@ def product(a: Float[Array, "b k i h"], c: Float[Array, "b k x y"], contracted: 
 
 
 def rows(x: Float[Array, "b t n h"], tile: Block) -> Float[Array, "b k r h"]:
-    """Queries as rows of their key head."""
+    """The queries of the heads that read a key head as rows of this key head; `unrows` is the inverse."""
     batch, length, heads, size = x.shape
     split = x.reshape(batch, length, heads // tile.group, tile.group, size)
     return split.transpose(0, 2, 1, 3, 4).reshape(batch, heads // tile.group, -1, size)
@@ -78,7 +78,7 @@ def unrows(x: Float[Array, "b k r h"], tile: Block) -> Float[Array, "b t n h"]:
 
 
 def row_values(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K R"]:
-    """One number for each query, in the order of `rows`."""
+    """Puts `x`, one number for each query of each head, in the order of `rows`."""
     return rows(jnp.swapaxes(x, 1, 2)[..., None], block)[..., 0]
 
 
@@ -88,7 +88,7 @@ def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, 
 
 
 def like_scores(x: Any, s: Scores, tile: Block, by_keys: bool) -> Any:
-    """An array `[b n t s]`, some axes 1, broadcast to the shape of the scores."""
+    """Broadcasts `x [b n t s]`, whose axes may be 1, to the shape and the axis order of the scores `s`."""
     batch, key_heads = s.shape[:2]
     heads, length, keys = tile.q.shape[2], tile.q_length, tile.kv_length
     group = tile.group if x.shape[1] == heads else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a block is cut into steps: tile sizes, heads a step, and which steps have work."""
+"""How a block is cut into steps: tile sizes, the number of heads of a step, and which steps have work."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ringattn_core.contract.visibility import span
 from ringattn_core.tuning import Problem
 
 Arrays = dict[str, jax.Array]
-"""Arrays under their names; the names of gradients have a "d" in front."""
+"""Arrays by name. The name of a gradient is "d" and the name of its array."""
 
 _LONGEST: Final = 512
 _SHORTEST: Final = 128
@@ -25,7 +25,7 @@ _SCORES_ELSEWHERE: Final = 2**22
 
 
 class Cut(NamedTuple):
-    """The part of a block that a step works on: either its sizes or its starts along these axes. `heads`: key heads."""
+    """The sizes, or else the starts, of the part of a block that a step works on. `heads` are key heads."""
 
     batch: Any
     heads: Any
@@ -34,11 +34,11 @@ class Cut(NamedTuple):
 
 
 BLOCK_AXES: Final = {name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items()}
-"""A letter for each axis of each array of a block, but for `kv`, whose form varies."""
+"""For each array of a block, a letter for each axis. `kv` is left out, because its form varies."""
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
-    """The sizes of a step: those of `params`, and a choice for each size that `params` leaves open.
+    """The sizes of a step: as `params` asks, and a choice for each size that `params` leaves open.
 
     Tiles have nearly equal sizes, so that padding wastes little. They are long, so that matrix products dominate, but
     at most a quarter of a window, because tiles at its edges are half masked. The rows of a tile are its queries times
@@ -55,13 +55,16 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
 
 def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
-    """The longest tile of queries, and of keys, unless the caller gives sizes."""
+    """`(queries, keys)`: the longest tiles that `choose` takes by itself, if `group` query heads read a key head."""
     target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.sliding_window, rule.chunk_size) // 4 // 64 * 64))
     return max(target // group, 16), target
 
 
 def cut(length: int, longest: int) -> int:
-    """The size of the fewest nearly equal tiles up to `longest`; of several tiles a multiple of 8, if `longest` is."""
+    """The tile size that cuts `length` into the fewest nearly equal tiles of at most `longest`.
+
+    With several tiles, it is a multiple of 8 if `longest` is.
+    """
     return near_equal(length, longest, 8 if length > longest and longest % 8 == 0 else 1)
 
 
@@ -70,7 +73,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def pad(block: Block, size: Cut) -> Block:
-    """The block, padded to whole tiles."""
+    """The block, padded to whole tiles of `size`."""
     return block.padded_to(-(-block.q_length // size.q) * size.q, -(-block.kv_length // size.kv) * size.kv)
 
 
@@ -84,8 +87,8 @@ def over_visible_tiles(
 ) -> Arrays:
     """Runs `body` for every visible tile, query tile by query tile; returns the `carried` arrays after the last step.
 
-    `body(tile, read, carried)` gets the parts of the arrays that belong to a step, and returns new parts of the carried
-    ones. `axes` are the letters of all arrays (`_take`). An invisible tile has no step, so it costs nothing.
+    `body(tile, read, carried)` gets the parts of the arrays that belong to a step, and returns new parts of `carried`.
+    `axes` has the letters of all arrays, by name (`_take`). An invisible tile has no step, so it costs nothing.
     """
     some, _ = tiles(block, size.q, size.kv)
     if some.shape[0] > 1:
@@ -128,7 +131,7 @@ def _tile(block: Block, start: Cut, size: Cut) -> Block:
 
 
 def _take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
-    """The part of `x` that belongs to a step; its axes are named by letters, and those of length 1 broadcast."""
+    """The part of `x` that belongs to a step. `axes` has a letter for each axis; an axis of length 1 is taken whole."""
     starts, sizes = _window(x, axes, block, start, size)
     if sizes == x.shape:
         return x
@@ -141,7 +144,7 @@ def _take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.A
 
 
 def _put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
-    """`x` with the part that `_take` returns replaced by `part`."""
+    """`x`, with `part` in place of what `_take` returns for the same arguments."""
     starts, sizes = _window(x, axes, block, start, size)
     return part if sizes == x.shape else jax.lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
 

@@ -10,19 +10,21 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from ..contract.backend import Backend
+from ..contract.backend import API_VERSIONS, Backend
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,
     BackendNotFoundError,
+    BackendVersionError,
     DuplicateBackendError,
     InputError,
     RingAttnError,
     in_one_line,
 )
-from .descriptor import defect_of
 
 GROUP: Final = "ringattn.backends"
+UNKNOWN: Final = "an unknown distribution"
+_HERE: Final = "this process"
 _logger: Final = logging.getLogger("ringattn")
 
 
@@ -76,35 +78,39 @@ class Registration:
         backend = self.descriptor()
         path = backend.kernel or backend.ring
         assert path is not None
-        try:
+
+        def load() -> Any:
             loaded = imported(path) if self.given is None else self.given
-            reason = _defect_of_kernel(loaded) if backend.kernel else _defect_of_ring(loaded)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a module may even call `sys.exit`
-            return self._broken(f"cannot load {path}", error)
-        return loaded if reason is None else self._broken(f"cannot load {path}", reason)
+            _check_kernel(loaded) if backend.kernel else _check_ring(loaded)
+            return loaded
+
+        return _tried(self.name, self.distribution, f"cannot load {path}", load)
 
     @functools.cached_property
     def _answer_of_probe(self) -> str | RingAttnError | None:
-        if self.error is not None:
+        path = None if self.backend is None else self.backend.probe
+        if self.error is not None or path is None:
             return self.error
-        probe = self.descriptor().probe
-        if probe is None:
-            return None
-        try:
-            reason = imported(probe)()
-            if reason is None or (isinstance(reason, str) and reason.strip()):
-                return None if reason is None else " ".join(reason.split())
-            wrong = f"it returned {reason!r}, and must return None or a sentence"
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return self._broken(f"its probe {probe} failed", error)
-        return self._broken(f"its probe {probe}", wrong)
 
-    def _broken(self, what: str, reason: BaseException | str) -> BackendLoadError:
-        return BackendLoadError(self.name, None if self.in_process else self.distribution, what, reason)
+        def ask() -> str | None:
+            reason = imported(path)()
+            if reason is not None and not (isinstance(reason, str) and reason.strip()):
+                raise TypeError(f"it returned {reason!r}, and must return None or a sentence")
+            return reason and " ".join(reason.split())
+
+        return _tried(self.name, self.distribution, f"its probe {path} failed", ask)
+
+
+def _tried(name: str, distribution: str, what: str, make: Callable[[], Any]) -> Any:
+    """The result of `make`, which runs code of the backend, or the error that takes its place."""
+    try:
+        return make()
+    except KeyboardInterrupt:
+        raise
+    except BackendVersionError as error:
+        return error
+    except BaseException as error:  # a module may even call `sys.exit`
+        return BackendLoadError(name, None if distribution == _HERE else distribution, what, error)
 
 
 def imported(path: str) -> Any:
@@ -113,19 +119,19 @@ def imported(path: str) -> Any:
     return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
-def _defect_of_kernel(kernel: Any) -> str | None:
+def _check_kernel(kernel: Any) -> None:
     if isinstance(kernel, type):
-        return "it is a class, not an instance of one"
-    try:
-        hash(kernel)
-    except Exception:
-        return f"a block kernel must be hashable, which {kernel!r} is not: JAX compiles once for each"
+        raise TypeError("it is a class, not an instance of one")
+    hash(kernel)  # raises if it has no hash: JAX compiles once for each kernel
     missing = [name for name in ("forward", "backward") if not callable(getattr(kernel, name, None))]
-    return f"a block kernel needs {' and '.join(missing)}, which {kernel!r} lacks" if missing else None
+    if missing:
+        raise TypeError(f"a block kernel needs {' and '.join(missing)}, which {kernel!r} lacks")
 
 
-def _defect_of_ring(ring: Any) -> str | None:
-    return mismatch(ring) if callable(ring) else f"a ring function must be callable, got {ring!r}"
+def _check_ring(ring: Any) -> None:
+    reason = mismatch(ring) if callable(ring) else f"a ring function must be callable, got {ring!r}"
+    if reason is not None:
+        raise TypeError(reason)
 
 
 _in_process: dict[str, Registration] = {}
@@ -163,10 +169,7 @@ def registered(backend: Backend, implementation: Any = None) -> Iterator[Registr
     """
     if not isinstance(backend, Backend):
         raise InputError("backend", f"got {backend!r}", "Pass a ringattn_core.Backend")
-    if not isinstance(backend.name, str):
-        raise InputError("backend", f"its name is {backend.name!r}", "Pass a Backend whose name is a string")
-    error = defect_of(backend, backend.name, None)
-    registration = Registration(backend.name, None if error else backend, _HERE, "0", error, implementation)
+    registration = _registration(backend.name, _HERE, "0", lambda: backend, implementation)
     before = dict(_in_process)
     _in_process[backend.name] = registration
     try:
@@ -174,10 +177,6 @@ def registered(backend: Backend, implementation: Any = None) -> Iterator[Registr
     finally:
         _in_process.clear()
         _in_process.update(before)
-
-
-UNKNOWN: Final = "an unknown distribution"
-_HERE: Final = "this process"
 
 
 @functools.cache
@@ -191,7 +190,7 @@ def _installed() -> dict[str, Registration]:
         entries = _readable_entry_points()
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
-    return {name: _registration(name, entries) for name, entries in by_name.items()}
+    return {name: _of_entries(name, entries) for name, entries in by_name.items()}
 
 
 def _readable_entry_points() -> list[Any]:
@@ -208,21 +207,31 @@ def _readable_entry_points() -> list[Any]:
     return [entry for entries in found.values() for entry in entries]
 
 
-def _registration(name: str, entries: list[Any]) -> Registration:
+def _of_entries(name: str, entries: list[Any]) -> Registration:
     owners, versions = zip(*map(distribution_of, entries), strict=True)
-    owner, version = ", ".join(owners), versions[0]
-    backend = None
     if len(entries) > 1:
-        error: RingAttnError | None = DuplicateBackendError(name, owners)
-    else:
-        try:
-            backend = entries[0].load()
-            error = defect_of(backend, name, owner)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as cause:  # a module may even call `sys.exit`
-            error = BackendLoadError(name, owner, f"cannot load its entry point {entries[0].value}", cause)
-    return Registration(name, None if error else backend, owner, version, error)
+        return Registration(name, None, ", ".join(owners), versions[0], DuplicateBackendError(name, owners))
+    return _registration(name, owners[0], versions[0], entries[0].load)
+
+
+def _registration(
+    name: str, distribution: str, version: str, load: Callable[[], Any], given: Any = None
+) -> Registration:
+    """The registration of the descriptor that `load` returns."""
+
+    def usable() -> Backend:
+        backend = load()
+        if not isinstance(backend, Backend):
+            raise TypeError(f"expected a ringattn_core.Backend, got {type(backend).__name__}")
+        if backend.name != name:
+            raise ValueError(f"its name is {backend.name!r}, and its entry point is named {name!r}")
+        if backend.api not in API_VERSIONS:
+            raise BackendVersionError(name, distribution, backend.api, API_VERSIONS)
+        return backend
+
+    found = _tried(name, distribution, "cannot load its descriptor", usable)
+    backend, error = (found, None) if isinstance(found, Backend) else (None, found)
+    return Registration(name, backend, distribution, version, error, given)
 
 
 def distribution_of(entry: Any) -> tuple[str, str]:

@@ -21,7 +21,6 @@ from ..errors import (
     RingAttnError,
     UnsupportedFeatureError,
     did_you_mean,
-    from_clone,
 )
 from . import discovery
 from .discovery import Registration
@@ -36,34 +35,33 @@ _context: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("ring
 discovery.on_clear.append(_log_once.cache_clear)
 
 
-Heads = tuple[int, int]
-"""The sizes of the query heads and of the value heads of a call; 0 is a call of which nothing is known."""
-
-
 def select(
-    backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str, heads: Heads = (0, 0)
+    backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str, head_size: int = 0
 ) -> Registration:
     """The backend for a call that needs `required` on devices of `platform`, with its implementation imported.
 
-    One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known
-    one. `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends;
-    of two with the same priority, ringattn's own goes first, then the first by name.
+    `head_size` is the size of the call's largest query or value head.
+
+    One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known one.
+    `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends; of two
+    with the same priority, ringattn's own goes first, then the first by name.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
     if backend is not None:
-        return _among(_names(backend, "backend"), required, platform, heads)
-    for source, names in (("use_backend", _context.get()), (BACKEND_VARIABLE, _of_environment())):
+        return _among(_names(backend, "backend"), required, platform, head_size)
+    variable = tuple(filter(None, map(str.strip, os.environ.get(BACKEND_VARIABLE, "").split(","))))
+    for source, names in (("use_backend", _context.get()), (BACKEND_VARIABLE, variable)):
         if names:
             try:
-                return _among(names, required, platform, heads)
+                return _among(names, required, platform, head_size)
             except RingAttnError as error:
                 error.add_note(f"The backend was named by {source}.")
                 raise
     ranked = _ranked()
     if not ranked:
         raise BackendNotFoundError(None, ())
-    return _first(ranked, required, platform, heads)
+    return _first(ranked, required, platform, head_size)
 
 
 @contextlib.contextmanager
@@ -86,13 +84,13 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
 
 
 def candidates(
-    required: frozenset[Feature], platform: str, heads: Heads = (0, 0)
+    required: frozenset[Feature], platform: str, head_size: int = 0
 ) -> list[tuple[Registration, str | None]]:
     """Every registered backend with the reason why it cannot run this call, or `None` if it can.
 
     Backends that failed to load come first. The others follow in the order in which a call tries them.
     """
-    return [(registration, _why_not(registration, required, platform, heads)) for registration in _ranked()]
+    return [(registration, _why_not(registration, required, platform, head_size)) for registration in _ranked()]
 
 
 def _registered(names: tuple[str, ...]) -> list[Registration]:
@@ -107,57 +105,42 @@ def _registered(names: tuple[str, ...]) -> list[Registration]:
     return found
 
 
-def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, heads: Heads) -> Registration:
+def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, head_size: int) -> Registration:
+    """The backend of one name, or the first of several that can run the call; raises if none can."""
     registrations = _registered(names)
-    if len(registrations) == 1:
-        return _exactly(registrations[0], required, heads)
-    return _first(registrations, required, platform, heads, named=True)
-
-
-def _exactly(registration: Registration, required: frozenset[Feature], heads: Heads) -> Registration:
+    if len(registrations) > 1:
+        return _first(registrations, required, platform, head_size, named=True)
+    (registration,) = registrations
     broken = registration.why_broken()
     if broken is not None:
         raise discovery.again(broken)
-    descriptor, reason = registration.descriptor(), registration.why_unavailable()
+    reason = registration.why_unavailable()
     if reason is not None:
         raise BackendUnavailableError(registration.name, reason)
-    if _missing(descriptor, required):
-        raise refusal(registration, required)
-    too_large = _too_large(descriptor, heads)
-    if too_large is not None:
-        name, others = registration.name, _others(registration, required, heads)
-        takes = f"The backend {name!r} takes heads of up to {descriptor.largest_head}"
-        other = f"pass backend=({name!r}, {others[0]!r})" if others else f"install {from_clone('ringattn-xla')}"
-        raise InputError(*too_large, f"{takes}; to allow a fallback, {other}")
+    if _missing(registration.descriptor(), required, head_size):
+        raise refusal(registration, required, head_size)
     registration.implementation()
     return registration
 
 
-def refusal(registration: Registration, required: frozenset[Feature]) -> UnsupportedFeatureError:
-    """The error for a backend that lacks a feature in `required`; it lists the backends that can run the call."""
-    name = registration.name
-    others = _others(registration, required, (0, 0))
-    features, supports = zip(*_missing(registration.descriptor(), required), strict=True)
-    installed = tuple(discovery.registrations())
-    return UnsupportedFeatureError(name, ", ".join(features), ", ".join(supports), others, installed)
-
-
-def _others(registration: Registration, required: frozenset[Feature], heads: Heads) -> list[str]:
-    """The names of the other backends that can run the call."""
-    return [r.name for r in _ranked() if r is not registration and _why_not(r, required, None, heads) is None]
+def refusal(registration: Registration, required: frozenset[Feature], head_size: int = 0) -> UnsupportedFeatureError:
+    """The error for a backend that lacks something that a call needs; it lists the backends that can run the call."""
+    what, why = map(", ".join, zip(*_missing(registration.descriptor(), required, head_size), strict=True))
+    able = [r.name for r in _ranked() if r is not registration and _why_not(r, required, None, head_size) is None]
+    return UnsupportedFeatureError(registration.name, what, why, able, tuple(discovery.registrations()))
 
 
 def _first(
     registrations: list[Registration],
     required: frozenset[Feature],
     platform: str,
-    heads: Heads,
+    head_size: int,
     named: bool = False,
 ) -> Registration:
     """The first that can run the call, on any platform if it was `named`. Logs why those before it cannot."""
     reasons = {}
     for registration in registrations:
-        reason = _why_not(registration, required, None if named else platform, heads)
+        reason = _why_not(registration, required, None if named else platform, head_size)
         if reason is None:
             return registration
         reasons[registration.name] = reason
@@ -167,49 +150,36 @@ def _first(
 
 
 def _why_not(
-    registration: Registration, required: frozenset[Feature], platform: str | None, heads: Heads
+    registration: Registration, required: frozenset[Feature], platform: str | None, head_size: int
 ) -> str | None:
     """Why a backend cannot run a call, or `None` where it can. `platform=None` accepts every platform."""
     backend = registration.backend
     if registration.error is not None or backend is None:
         return str(registration.error)
     if platform is not None and not serves(backend, platform):
-        return f"it serves {', '.join(backend.platforms) or 'no platform'}, not {platform}"
-    missing = _missing(backend, required)
+        return f"it serves {', '.join(backend.platforms)}, not {platform}"
+    missing = _missing(backend, required, head_size)
     if missing:
-        return "it does not support " + ", ".join(f"{feature} ({support})" for feature, support in missing)
-    too_large = _too_large(backend, heads)
-    if too_large is not None:
-        return f"it takes heads of up to {backend.largest_head}, and {' '.join(too_large)}"
-    unavailable = registration.why_unavailable()
-    if unavailable is not None and registration.why_broken() is None:
-        return f"it cannot run here: {unavailable}"
+        return "it does not support " + ", ".join(f"{what} ({why})" for what, why in missing)
     broken = registration.why_broken(load=True)
-    return None if broken is None else str(broken)
+    if broken is not None:
+        return str(broken)
+    reason = registration.why_unavailable()
+    return None if reason is None else f"it cannot run here: {reason}"
 
 
-def _too_large(backend: Backend, heads: Heads) -> tuple[str, str] | None:
-    """An array whose heads are too large for the kernel, and the fact; `None` if there is none."""
-    for name, size in zip(("query", "value"), heads, strict=True):
-        if backend.largest_head is not None and size > backend.largest_head:
-            return name, f"has heads of size {size}"
-    return None
-
-
-def _missing(backend: Backend, required: frozenset[Feature]) -> list[tuple[str, str]]:
-    lacking = [feature for feature in Feature if feature in required and not backend.supports(feature)]
-    return [(feature.name, backend.answer(feature)) for feature in lacking]
+def _missing(backend: Backend, required: frozenset[Feature], head_size: int) -> list[tuple[str, str]]:
+    """What a call needs and the backend lacks, and why."""
+    missing = [(x.name, backend.answer(x)) for x in Feature if x in required and not backend.supports(x)]
+    if backend.largest_head is not None and head_size > backend.largest_head:
+        missing.append((f"heads of size {head_size}", f"the largest is {backend.largest_head}"))
+    return missing
 
 
 def serves(backend: Backend | None, platform: str) -> bool:
     """Whether a backend declares the platform. `None`, a backend that did not load, counts as declaring all."""
-    if backend is None:
-        return True
-    return _platform(platform) in {_platform(served) for served in backend.platforms}
-
-
-def _platform(name: str) -> str:
-    return "cuda" if name == "gpu" else name
+    names = {platform, *({"gpu", "cuda"} if platform in ("gpu", "cuda") else ())}
+    return backend is None or not names.isdisjoint(backend.platforms)
 
 
 def _ranked() -> list[Registration]:
@@ -231,11 +201,6 @@ def _names(backend: str | Sequence[str], argument: str) -> tuple[str, ...]:
     if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n for n in names):
         raise InputError(argument, f"got {backend!r}", "Pass the name of a backend, or a sequence of names")
     return tuple(names)
-
-
-def _of_environment() -> tuple[str, ...]:
-    named = os.environ.get(BACKEND_VARIABLE, "").split(",")
-    return tuple(name.strip() for name in named if name.strip())
 
 
 def unknown_variables() -> Iterator[str]:

@@ -14,12 +14,11 @@ from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..errors import DerivativeError
-from ..placement.padding import cleaned
+from ..placement.arrays import cleaned
 from ..placement.platforms import platform_of
-from ..strategies.choose import settled
-from ..strategies.run import run
+from ..strategies.run import run, settled
 from ..tuning.choice import with_parameters
-from .options import head_sizes, needs
+from .options import head_size, needs
 
 
 def _no_forward_rule() -> Exception:
@@ -43,7 +42,7 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
 def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
     """The backend that runs the call: the one asked for, or the best one on the devices of the mesh or the arrays."""
     platform = platform_of(mesh, (call.query, call.key, call.value))
-    return select(backend, needs(call), platform, head_sizes(call))
+    return select(backend, needs(call), platform, head_size(call))
 
 
 @reverse_mode_only()

@@ -94,9 +94,9 @@ def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
-    """The roles that the call names. Where it names no axes for batch or heads, `BATCH_AXES` and `HEAD_AXES` do.
+    """The roles that the call gives to mesh axes. If it gives none for batch or heads, axes with usual names get them.
 
-    Warns of mesh axes that split nothing.
+    The usual names are `BATCH_AXES` and `HEAD_AXES`. Warns of mesh axes that split nothing.
     """
     sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
     all_named = None not in (call.axis_name, batch, heads)
@@ -178,7 +178,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 
 def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
-    """Raises unless `out_specs` is the spec of the output, alone or in a tuple, where that of the lse may follow."""
+    """Raises unless `out_specs` is the spec of the output, or a tuple of it that may end with the spec of the lse."""
     given = tuple(out_specs) if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, P) else (out_specs,)
     wanted = [roles.spec(result) for result in (arrays.Output, arrays.LogSumExp)][: 1 + call.return_lse]
     fit = all(

@@ -90,9 +90,9 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
-def head_sizes(call: Call) -> tuple[int, int]:
-    """The sizes of the query heads and of the value heads of a call."""
-    return call.query.shape[3], call.value.shape[3]
+def head_size(call: Call) -> int:
+    """The size of the largest query or value head of a call."""
+    return max(call.query.shape[3], call.value.shape[3])
 
 
 def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -136,7 +136,7 @@ _Result = TypeVar("_Result")
 
 
 def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, which raises `InputError` for an unknown keyword; the error names the right one if it can."""
+    """Wraps `function` so that an unknown keyword raises `InputError`, which names the right keyword if it can."""
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -78,7 +78,8 @@ def own_key_heads(query: jax.Array, x: jax.Array, head_axes: tuple[str, ...]) ->
     """Selects the key heads that this rank's query heads read, if every rank holds all of them; else returns `x`.
 
     Under `check_vma=True` JAX says whether every rank holds all key heads. Otherwise this assumes so only if their
-    number does not divide the number of this rank's query heads. Every head of the result serves equally many of those.
+    number does not divide the number of this rank's query heads. Every head of the result serves
+    equally many query heads.
     """
     ranks, heads, given = axes.size("head_axis_name", head_axes), query.shape[2], x.shape[2]
     over = axes.tracked() & set(head_axes)

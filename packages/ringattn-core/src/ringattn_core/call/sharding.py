@@ -97,7 +97,7 @@ def over_shards(
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What is static about a call on global arrays: equal ones compile once.
+    """What is static about a call on global arrays. Calls for which it is equal compile once.
 
     `options` is the call without its arrays. The parameters of kernels are chosen when it is traced, so a change of
     policy, overlay or tuned result, which `state` tells, traces again.
@@ -131,7 +131,7 @@ def _run(shards: Shards, placed: Arrays) -> tuple[jax.Array, ...]:
 
 
 def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
-    """Repeats every key head `copies` times, so that each rank has one of its own. Gradients are summed in float32."""
+    """Repeats every key head `copies` times, so that each rank has its own. Sums gradients of the copies in float32."""
     if copies == 1:
         return x
     return with_wide_gradient(x, lambda x: jnp.repeat(x, copies, 2)).astype(x.dtype)

@@ -2,8 +2,9 @@
 """What a backend wheel registers under the entry point group `ringattn.backends`."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Final
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 from .features import Feature
 
@@ -43,6 +44,12 @@ class Backend:
     largest_head: int | None = None
 
     def __post_init__(self) -> None:
+        for field, (example, is_right) in _FIELDS.items():
+            value = getattr(self, field)
+            if not is_right(value):
+                raise ValueError(f"Backend {self.name!r}: {field} must be {example}, got {value!r}")
+            if field == "api" and value not in API_VERSIONS:
+                return  # core refuses this backend; the fields of another version may be others
         if (self.kernel is None) == (self.ring is None):
             raise ValueError(f"Backend {self.name!r}: exactly one of {self.kernel=} and {self.ring=} must be given")
 
@@ -53,3 +60,38 @@ class Backend:
         """Whether the backend supports the feature, in words, with the reason if it gives one."""
         word = "supported" if self.supports(feature) else "not declared"
         return f"{word}: {self.reasons[feature]}" if feature in self.reasons else word
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(x, str) and re.fullmatch(r"\w[\w.-]*", x) for x in value)
+
+
+def _are_features(value: Any) -> bool:
+    return isinstance(value, set | frozenset | tuple) and all(isinstance(x, Feature) for x in value)
+
+
+def _are_reasons(value: Any) -> bool:
+    return isinstance(value, Mapping) and _are_features((*value,)) and all(isinstance(x, str) for x in value.values())
+
+
+def _is_path(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and re.fullmatch(r"[^\s:]+:[^\s:]+", value) is not None)
+
+
+_INTEGER: Final = ("an integer", lambda value: type(value) is int)
+_PATH: Final = ("an import path 'module:attribute'", _is_path)
+_FIELDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "name": ("a word of letters, digits, '.', '_' and '-'", lambda value: _are_words((value,))),
+    "api": _INTEGER,
+    "platforms": ("a tuple of names such as ('cuda',)", lambda value: _are_words(value) and bool(value)),
+    "features": ("a set or a tuple of members of Feature", _are_features),
+    "kernel": _PATH,
+    "ring": _PATH,
+    "priority": _INTEGER,
+    "probe": _PATH,
+    "reasons": ("a mapping from members of Feature to strings", _are_reasons),
+    "variables": ("a tuple of names of environment variables", _are_words),
+    "half_partials": ("True or False", lambda value: isinstance(value, bool)),
+    "largest_head": ("a positive integer or None", lambda value: value is None or (type(value) is int and value > 0)),
+}
+"""What each field must be, and its check, in the order of the checks."""

@@ -79,7 +79,7 @@ def _folded_arrays(each: Any, batched: Any, expand: Sequence[str]) -> dict[str, 
 
 
 def _fold(x: jax.Array, axis: int = 0) -> jax.Array:
-    """`x` with `axis` and the next as one axis."""
+    """`x` with `axis` and the axis after it merged to one axis."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 

@@ -46,7 +46,7 @@ def keys(block: Block) -> UInt32[Array, "B N"]:
 
 
 def draw_number(index: Word) -> Word:
-    """The counter of the draw for each `index`. The indices `i` and `i + 8` share one if `i % 16 < 8`."""
+    """The Philox counter of the draw for each `index`. Indices `i` and `i + 8` share a counter if `i % 16 < 8`."""
     return ((index >> 4) << 3) | (index & 7)
 
 

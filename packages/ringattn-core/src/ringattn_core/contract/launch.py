@@ -84,7 +84,7 @@ class Interpreter:
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
 
     def why_no_device(self, devices: Sequence[Any], platforms: Collection[str]) -> str | None:
-        """Why the kernels cannot run on these devices, if some are of other `platforms`; `None` if they can."""
+        """Why kernels cannot run: some of `devices` are not of `platforms`, and interpreting is off. Else `None`."""
         others = sorted({device.platform for device in devices} - set(platforms))
         if not others or self.allowed:
             return None

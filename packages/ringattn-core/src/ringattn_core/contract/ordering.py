@@ -4,38 +4,79 @@
 XLA is free to run all sends first, which needs memory for every shard at once and hides no transfer.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import batching
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from .launch import launch_primitive
 from .varying import align, axes_of
 
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
-    return _by_platform(x, token, lambda x, token: jax.lax.optimization_barrier((x, token))[0])
+    x = align(x, axes_of(x, token))
+    return jax.lax.platform_dependent(x, token, cpu=_by_bits, tpu=_by_kernel, default=_by_barrier)
+
+
+def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier((x, token))[0]
 
 
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x | 0`, where the zero depends on `token` as far as a compiler can see.
 
-    XLA on CPU drops barriers before it schedules. What XLA compiles and reads the result fuses with this, so it costs
-    no copy there; another kernel that reads it needs a copy.
+    XLA on CPU drops barriers before it schedules. Where XLA compiles the reader of the result, it fuses the `|` into
+    the reader, and nothing is copied; where another kernel reads the result, `x` is copied.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
     return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
+def _by_kernel(x: jax.Array, token: jax.Array) -> jax.Array:
+    """`x`, returned in place by a kernel that does nothing and also takes `token`. XLA on TPUs drops barriers too."""
+    (tied,) = _tie.bind(_heads_first(x), _heads_first(token))
+    return align(_heads_first(tied), axes_of(x, token))
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """Swaps tokens and heads: XLA stores the arrays of a ring with heads first, and a kernel takes them as stored."""
+    return jnp.swapaxes(x, -3, -2) if x.ndim > 3 else x
+
+
+def _in_place(x: jax.Array, token: jax.Array) -> list[jax.Array]:
+    from jax.experimental import pallas as pl  # imported on TPUs only: it takes longer than all of core
+
+    tied = pl.pallas_call(
+        lambda x, token, out: None,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        input_output_aliases={0: 0},
+        name="ringattn_tie",
+    )(x, token)
+    return [tied]
+
+
+def _batched(arrays: Any, axes: Any) -> Any:
+    """The batching rule: one tie of the whole batches orders every example."""
+    return _tie.bind(*arrays), axes[:1]
+
+
+_tie: Final = launch_primitive("ringattn_tie", lambda x, token: [x], {"tpu": _in_place})
+batching.primitive_batchers[_tie] = _batched
+
+
 def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, on CPU ordered after `token`: there a send blocks, so that work beside it saves no time and takes memory.
+    """`x`, on CPU ordered after `token`: on CPU a send blocks, so that work beside it saves no time and takes memory.
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """
-    return _by_platform(x, token, lambda x, _: x)
+    x = align(x, axes_of(x, token))
+    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
 
 
 def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:
@@ -44,11 +85,6 @@ def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:
     Without this the kernel may take all multiprocessors first, and the send waits until it ends (docs/kernels.md).
     """
     return jax.lax.platform_dependent(x, cuda=lambda x: _by_bits(x, x), default=lambda x: x)
-
-
-def _by_platform(x: jax.Array, token: jax.Array, elsewhere: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Calls `_by_bits` on CPU, `elsewhere` on other platforms. The result varies over the mesh axes of both arrays."""
-    return jax.lax.platform_dependent(align(x, axes_of(x, token)), token, cpu=_by_bits, default=elsewhere)
 
 
 def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:
@@ -60,8 +96,3 @@ def _opaque_zero(token: jax.Array) -> Int32[Array, ""]:
     """Zero, computed from `token` in a way that no compiler simplifies."""
     bits = jax.lax.bitcast_convert_type(token[(0,) * token.ndim].astype(jnp.float32), jnp.int32)
     return jnp.minimum(bits & 1, 0)
-
-
-def of(kernel: Any) -> Any:
-    """The `tie` of `kernel`, or the default."""
-    return getattr(kernel, "tie", tie)

@@ -11,8 +11,8 @@ Packed = Float[Array, "2 B S K H"] | Float[Array, "B S K HHv"]
 def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
     """Keys `k` and values `v`, or their gradients, as one array; `unpack` is the inverse.
 
-    It has a first axis of 2 where the shapes are equal; else the head axis holds a key and then a value. XLA copies
-    nothing where a kernel returned `k` and `v` as the halves of one array.
+    With equal shapes, the array is `k` and `v` along a new first axis; else they are concatenated along the last axis.
+    XLA copies nothing where a kernel returned `k` and `v` as the halves of one array.
     """
     return jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], -1)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
 from ..placement.arrays import axes_with, letters_of
 from .packing import Packed, unpack
 from .rule import Rule
-from .tile_padding import padded
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,8 @@ class Block:
 
     Args:
         q: The queries.
-        kv: Keys and values: one packed array as they travel, or on a ring of one a pair. `k` and `v` read both forms.
+        kv: Keys and values: one packed array, or a pair where a rank's own keys are not packed to be passed on. `k` and
+            `v` read both forms.
         q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
             caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
@@ -91,17 +92,17 @@ class Block:
 
     @property
     def q_length(self) -> int:
-        """The number of queries."""
+        """The number of queries in this block."""
         return self.q.shape[1]
 
     @property
     def kv_length(self) -> int:
-        """The number of keys."""
+        """The number of keys in this block, not in the whole sequence."""
         return self.kv_index.shape[1]
 
     @property
     def kv_heads(self) -> int:
-        """The number of key heads."""
+        """The number of key heads in this block."""
         return jax.tree.leaves(self.kv)[0].shape[-2]
 
     @property
@@ -144,6 +145,17 @@ class Block:
         return dataclasses.replace(self, **{n: f(x, axis) for n, (x, axis) in given.items() if x.shape[axis] == length})
 
 
+def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None = 0) -> Shaped[Array, "..."]:
+    """Pads `x` at the end of `axis` to `length`, with `value`, or with copies of its last entry if `value` is `None`.
+
+    Returns `x` itself if it has that length already.
+    """
+    if length == x.shape[axis]:
+        return x
+    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, mode="edge") if value is None else jnp.pad(x, widths, constant_values=value)
+
+
 LETTERS: Final = letters_of(Block)
 """The letters of the axes of each array of a block, except `kv`, whose form varies."""
 BIAS_FORBIDS: Final = -1e5
@@ -166,9 +178,9 @@ class Partial:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What one block contributes to each gradient, in float32, or where `block.final` in the dtype of its input.
+    """The gradients that a kernel returns, in float32, or where `block.final` in the dtype of its input.
 
-    `dq` includes the `dq` that the kernel was given. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
+    `dq` is the sum over the blocks so far. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
     last two have the shapes of `block.bias` and `block.slopes`: they are summed over the axes that are 1 there.
     """
 
@@ -203,10 +215,9 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` orders
-    `x` after `token`: nothing that reads the result starts before `token` is computed. The default is `ordering.tie`.
-    `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own
-    keys then compile apart from the others.
+    The object is hashable: JAX compiles once for each. One attribute is optional: `static_masks = True` asks for
+    `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own keys then compile apart from the
+    others.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
@@ -221,11 +232,11 @@ class BlockKernel(Protocol):
         delta: Float32[Array, "B N T"],
         dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
-        """The gradients of `block`, from the cotangent `dout` and the final `lse` over all keys and sinks.
+        """The gradients of `block`, from the cotangent `dout` and `lse`, over all keys and sinks.
 
         `dq` is the sum of the blocks before, and `None` is zero.
 
-        `p = exp(s - lse)` where the key is visible, else 0, also where `lse` is -inf.
+        `p` is 0 for a key that is not visible, and for all keys of a query whose `lse` is -inf; else `exp(s - lse)`.
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.
         """
         ...

@@ -64,7 +64,7 @@ OF_CORE: Final = ("strategy",)
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:
-    """Why `function` does not have this signature: the first name or default that differs, or `None`."""
+    """The first parameter of `RingKernel` that `function` lacks, or has with another default, in words, or `None`."""
     given = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
     for wanted in list(inspect.signature(RingKernel.__call__).parameters.values())[1:]:

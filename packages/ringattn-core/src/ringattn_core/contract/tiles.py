@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pairs of tiles a kernel may skip, and which need no mask."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool
 from ..masks import Coordinates, all_of, same_segment
 from ..masks.algebra import tiles_of
 from .protocol import Block
-from .visibility import position_masks
+from .rule import Rule
+from .visibility import bounds
 
 
 class Tiles(NamedTuple):
@@ -35,9 +36,10 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
     q = Coordinates(_by_tile(block.q_positions, q_tile), _by_tile(block.q_index, q_tile))
     kv = Coordinates(*(_unpadded(_by_tile(x, kv_tile), padding) for x in (block.kv_positions, block.kv_index)))
-    # `padded_to` repeats the last position, so the ends of a tile bound its positions with padding too.
-    ends = (_ends(block.q_positions, q_tile), _ends(block.kv_positions, kv_tile)) if rule.increasing else (q, kv)
-    parts = [mask.tiles(*ends) for mask in position_masks(rule)]
+    if rule.increasing:  # with padding too: `padded_to` repeats the last position
+        parts = by_position(rule, _ends(block.q_positions, q_tile), _ends(block.kv_positions, kv_tile))
+    else:
+        parts = by_position(rule, *((x.positions.min(-1), x.positions.max(-1)) for x in (q, kv)))
     if block.q_segments is not None and block.kv_segments is not None:
         kv_ids = _unpadded(_by_tile(block.kv_segments, kv_tile), padding)
         parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
@@ -47,13 +49,20 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
         parts.append(_of_dense(block.mask, q_tile, kv_tile))
     if padding is not None:
         parts.append((~padding.all(-1)[:, None, :], ~padding.any(-1)[:, None, :]))
-    count = (block.q_length // q_tile, block.kv_length // kv_tile)
-    if not parts:
-        full = jnp.ones((1, *count), bool)
-        return Tiles(full, full)
-    some, full = all_of(some for some, _ in parts), all_of(full for _, full in parts)
-    shape = (max(some.shape[0], full.shape[0]), *count)
-    return Tiles(jnp.broadcast_to(some, shape), jnp.broadcast_to(full, shape))
+    grid = jnp.ones((1, block.q_length // q_tile, block.kv_length // kv_tile), bool)
+    some, full = (all_of(part) for part in zip((grid, grid), *parts, strict=True))
+    return Tiles(*jnp.broadcast_arrays(some, full))
+
+
+def by_position(rule: Rule, q: Any, kv: Any) -> list[tuple[Any, Any]]:
+    """The parts of `Tiles`, all to be ANDed, that causality, window and chunk decide.
+
+    `q [g, nq]` and `kv [g, nk]` are pairs: the least and the greatest position of each tile.
+    """
+    (low, high_of_all), (low_of_all, high) = (bounds(rule, x[..., None]) for x in q)
+    first, last = (x[..., None, :] for x in kv)
+    parts = [] if low is None else [(last >= low, first >= low_of_all)]
+    return parts if high is None else [*parts, (first <= high, last <= high_of_all)]
 
 
 def near_equal(length: int, longest: int, multiple: int = 1) -> int:
@@ -69,10 +78,10 @@ def _by_tile(x: jax.Array, tile: int) -> jax.Array:
     return x.reshape(x.shape[0], -1, tile)
 
 
-def _ends(positions: jax.Array, tile: int) -> Coordinates:
-    """The first and the last position of each tile, also as its index: no mask in `position_masks` reads that."""
-    first_and_last = _by_tile(positions, tile)[..., :: max(tile - 1, 1)]
-    return Coordinates(first_and_last, first_and_last)
+def _ends(positions: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the last position of each tile."""
+    by_tile = _by_tile(positions, tile)
+    return by_tile[..., 0], by_tile[..., -1]
 
 
 def _unpadded(x: jax.Array, padding: jax.Array | None) -> jax.Array:

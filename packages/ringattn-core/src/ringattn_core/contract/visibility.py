@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys each query of a block sees: the call's options, ids and masks together."""
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
-from ..masks import Causal, Chunked, Coordinates, Local, Mask, all_of
+from ..masks import Coordinates, all_of
 from .protocol import BIAS_FORBIDS, Block
 from .rule import Rule
 
 
-def position_masks(rule: Rule) -> list[Mask]:
-    """The options `causal`, `window` and `chunk` of `rule` as masks of the mask algebra."""
-    masks: list[Mask] = []
-    if rule.causal:
-        masks.append(Causal())
-    if rule.sliding_window is not None:
-        masks.append(Local(*rule.sliding_window))
+def bounds(rule: Rule, positions: Any) -> tuple[Any, Any]:
+    """The first and the last key position that queries at `positions` see by causality, window and chunk.
+
+    A query at `i` sees a key at `j` if `low <= j <= high`; `None` is no bound on that side. Always `low <= i <= high`,
+    and neither bound falls where positions grow. `positions` and the results are int32, of NumPy or JAX; a sum beyond
+    int32 is clipped.
+    """
+    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
+    low = None if left is None else positions.clip(min=left - 2**31) - left
+    high = None if right is None else positions.clip(max=2**31 - 1 - right) + right
+    if rule.causal or rule.chunk_size is not None:
+        high = positions
     if rule.chunk_size is not None:
-        masks.append(Chunked(rule.chunk_size))
-    return masks
+        start = positions - positions % rule.chunk_size
+        low = start if left is None else start.clip(min=low)
+    return low, high
 
 
 def visible(block: Block) -> Bool[Array, "b n t s"] | None:
@@ -26,7 +35,9 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index).rows()
     kv = Coordinates(block.kv_positions, block.kv_index).columns()
-    parts = [mask.visible(q, kv)[:, None] for mask in position_masks(rule)]
+    low, high = bounds(rule, q.positions)
+    parts = [] if low is None else [(kv.positions >= low)[:, None]]
+    parts += [] if high is None else [(kv.positions <= high)[:, None]]
     if block.q_segments is not None and block.kv_segments is not None:
         ids, kv_ids = block.q_segments[:, None, :, None], block.kv_segments[:, None, None, :]
         parts.append((ids == kv_ids) & (ids >= 0))
@@ -58,14 +69,6 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
 
 
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
-    """An upper bound on the number of keys that a query sees, from the options of a rule; 2^30 without a bound.
-
-    `window` and `chunk` bound it. A window with an open side does not, unless the right side is closed: by `causal`, or
-    by `chunk`, which is causal too.
-    """
-    spans = [2**30] if chunk is None else [chunk]
-    if window is not None:
-        left, right = window
-        right = 0 if causal or chunk is not None else right
-        spans += [] if left is None or right is None else [left + right + 1]
-    return min(spans)
+    """The most keys that a query sees by causality, window and chunk; 2^30 if a side has no bound."""
+    low, high = bounds(Rule(1.0, causal, window, chunk), np.int32(0 if chunk is None else chunk - 1))
+    return 2**30 if low is None or high is None else min(int(high) - int(low) + 1, 2**30)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from ..errors import InputError, in_one_line
 
@@ -45,10 +45,22 @@ def as_array(argument: str, x: Any) -> jax.Array:
         ) from error
 
 
-def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
-    """The letters of an array's axes; with `rank`, of its last `rank` axes (some arrays may lack the first axis)."""
+def cleaned(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> Shaped[Array, "B T *rest"]:
+    """`x` with zeros where the id of a token is negative; `x` itself without ids, for then no token is padding.
+
+    A masked token still enters matrix products with weight 0, and `0 * NaN` is NaN. With zeros in the padding no kernel
+    needs code for this.
+    """
+    if ids is None:
+        return x
+    real = jax.lax.expand_dims(ids >= 0, range(2, x.ndim))
+    return jnp.where(real, x, jnp.zeros((), x.dtype))
+
+
+def letters(array: Any, ndim: int | None = None) -> tuple[str, ...]:
+    """The letters of an array's axes; with `ndim`, of its last `ndim` axes (some arrays may lack the first axis)."""
     found = tuple(array.dim_str.replace("*", "").split())
-    return found if rank is None else found[len(found) - rank :]
+    return found if ndim is None else found[len(found) - ndim :]
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def _size_of(argument: str, name: str) -> int:
 
 
 def bound(axis: tuple[str, ...]) -> bool:
-    """Whether all names are bound here.
+    """Whether a surrounding `shard_map` or `vmap` binds all these axis names.
 
     In a backward pass the axis name of a `vmap` is not bound, although collectives over it work.
     """

@@ -35,7 +35,7 @@ def rings(devices: Sequence[Any], ranks: int) -> list[list[Any]]:
 
 
 def round_trip(box: Cell) -> list[Cell]:
-    """A closed path through every cell of a box, whose last axis is the cores.
+    """A closed path that visits every cell of a box of chips once; the last axis of the box is the cores of a chip.
 
     Every hop is one step; if `closes(box)` is false, some hops are two steps. The cores of a chip follow one another,
     so that no link carries two hops. If only chips and cores together have a closed path, it goes out over one core of
@@ -53,7 +53,7 @@ def closes(box: Cell) -> bool:
 
 
 def _closes(sizes: Sequence[int]) -> bool:
-    """Whether single steps close a path through all cells: for 1 or 2 cells, or an even number not in a line."""
+    """Whether a closed path of single steps visits each cell once: 1 or 2 cells, or an even number not in a line."""
     cells = math.prod(sizes)
     return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)
 
@@ -72,9 +72,10 @@ def _loop(sizes: Sequence[int]) -> list[Cell]:
 
 
 def _closed_path(even: int, other: int) -> list[tuple[int, int]]:
-    """A closed path in a grid of `even` by `other` cells, where `even` is an even number.
+    """A closed path of single steps that visits every cell of a grid of `even` by `other` cells once.
 
-    It goes down the first column, and in a zigzag through the other columns back up.
+    `even` is an even number, and `other` at least 2. The path goes down the first column, and back up in a zigzag
+    through the other columns.
     """
     down = [(i, 0) for i in range(even)]
     sides = itertools.cycle((range(1, other), range(other - 1, 0, -1)))
@@ -123,7 +124,7 @@ def _tiled(grid: dict[Cell, Any], ranks: int) -> list[list[Any]]:
 def _tile(box: Cell, ranks: int) -> Cell:
     """The best box of `ranks` devices that tiles the grid: shortest hops first, then whole chips, then compactness.
 
-    Every divisor of the number of devices has such a box.
+    If `ranks` divides the number of devices, there is such a box.
     """
     sides = [[n for n in range(1, size + 1) if size % n == 0] for size in box]
     fitting = [tile for tile in itertools.product(*sides) if math.prod(tile) == ranks]

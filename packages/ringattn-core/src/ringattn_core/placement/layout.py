@@ -25,7 +25,7 @@ def canonical(layout: Any) -> str:
 
 
 def pieces(layout: str) -> int:
-    """The number of equal parts into which the length of a shard must divide."""
+    """The number that must divide the length of a shard: 2 for "zigzag", else 1."""
     return 2 if layout == "zigzag" else 1
 
 
@@ -38,32 +38,6 @@ def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> N
             f"{layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {length}",
             f"Pad it to {-(-length // parts) * parts}",
         )
-
-
-def indices(layout: str, ranks: int, rank: Any, length: int, stripe: int = 1) -> Int32[Array, " length"]:
-    """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
-
-    `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`. In the striped
-    layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring ranks with runs
-    of one token form one such shard (`of_neighbours`).
-    """
-    return _indices(layout, ranks, rank, jnp.arange(length, dtype=jnp.int32), stripe, jnp.where)
-
-
-def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
-    """The global index of each token of the whole sequence, in layout order: rank by rank."""
-    every_rank, step = np.arange(ranks, dtype=np.int32)[:, None], np.arange(length // ranks, dtype=np.int32)
-    return _indices(canonical(layout), ranks, every_rank, step, stripe, np.where).reshape(-1)
-
-
-def _indices(layout: str, ranks: int, rank: Any, step: Any, stripe: int, where: Any) -> Any:
-    """The global index of each `step`, a number of a token in the shard of `rank`. `where` is that of NumPy or JAX."""
-    if layout == "contiguous":
-        return rank * step.size + step
-    if layout == "striped":
-        return (step // stripe * ranks + rank) * stripe + step % stripe
-    half = step.size // 2
-    return where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
 
 
 def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
@@ -93,54 +67,62 @@ def to_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Arra
     return jnp.concatenate([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
 
 
-def columns(x: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1) -> jax.Array:
-    """The entries of `rank`'s tokens, in its order, from a last axis over the whole sequence in natural order."""
-    length = x.shape[-1] // ranks
-    if layout == "contiguous":
-        return jax.lax.dynamic_slice_in_dim(x, rank * length, length, -1)
-    if layout == "striped":
-        grid = x.reshape(*x.shape[:-1], length // stripe, ranks, stripe)
-        return jax.lax.dynamic_index_in_dim(grid, rank, x.ndim, keepdims=False).reshape(*x.shape[:-1], length)
-    half = length // 2
-    first = jax.lax.dynamic_slice_in_dim(x, rank * half, half, -1)
-    second = jax.lax.dynamic_slice_in_dim(x, (2 * ranks - 1 - rank) * half, half, -1)
-    return jnp.concatenate([first, second], -1)
-
-
-def put_columns(whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1) -> jax.Array:
-    """`whole` with `columns(whole, ...)` replaced by `part`."""
-    length = part.shape[-1]
-    if layout == "contiguous":
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, rank * length, -1)
-    if layout == "striped":
-        grid = whole.reshape(*whole.shape[:-1], length // stripe, ranks, stripe)
-        part = part.reshape(*part.shape[:-1], length // stripe, stripe)
-        return jax.lax.dynamic_update_index_in_dim(grid, part, rank, whole.ndim).reshape(whole.shape)
-    half = length // 2
-    whole = jax.lax.dynamic_update_slice_in_dim(whole, part[..., :half], rank * half, -1)
-    return jax.lax.dynamic_update_slice_in_dim(whole, part[..., half:], (2 * ranks - 1 - rank) * half, -1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How a sequence is cut into `count` shards; in the striped layout, a shard has runs of `stripe` tokens."""
+    """How a sequence is cut into `count` shards, one for each rank; ranks may be traced.
+
+    In the striped layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring
+    ranks with runs of one token form one such shard (`of_neighbours`).
+    """
 
     layout: str
     count: int
     stripe: int = 1
 
     def indices(self, rank: Any, length: int) -> Int32[Array, " length"]:
-        """`indices` of the shard of `rank`."""
-        return indices(self.layout, self.count, rank, length, self.stripe)
+        """The global index of each of the `length` tokens of `rank`; increasing in every layout.
+
+        The indices of all ranks together are a permutation of `range(count * length)`.
+        """
+        return self._indices(rank, jnp.arange(length, dtype=jnp.int32), jnp.where)
 
     def order(self, length: int) -> np.ndarray:
-        """`order` of a sequence of this length."""
-        return order(self.layout, self.count, length, self.stripe)
+        """The global index of each token of a sequence of this length, in layout order: rank by rank."""
+        steps = np.arange(length // self.count, dtype=np.int32)
+        return self._indices(np.arange(self.count, dtype=np.int32)[:, None], steps, np.where).reshape(-1)
 
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:
-        """`columns` of the shard of `rank`."""
-        return columns(x, self.layout, self.count, rank, self.stripe)
+        """The entries of `x` for the tokens of `rank`, in its order. The last axis of `x` is in natural order."""
+        length = x.shape[-1] // self.count
+        if self.layout == "striped":
+            grid = x.reshape(*x.shape[:-1], length // self.stripe, self.count, self.stripe)
+            return jax.lax.dynamic_index_in_dim(grid, rank, x.ndim, keepdims=False).reshape(*x.shape[:-1], length)
+        chunks = self._chunks(rank)
+        size = length // len(chunks)
+        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, chunk * size, size, -1) for chunk in chunks], -1)
 
     def put_columns(self, whole: jax.Array, part: jax.Array, rank: Any) -> jax.Array:
-        """`put_columns` of the shard of `rank`."""
-        return put_columns(whole, part, self.layout, self.count, rank, self.stripe)
+        """`whole` with `columns(whole, rank)` replaced by `part`."""
+        length = part.shape[-1]
+        if self.layout == "striped":
+            grid = whole.reshape(*whole.shape[:-1], length // self.stripe, self.count, self.stripe)
+            part = part.reshape(*part.shape[:-1], length // self.stripe, self.stripe)
+            return jax.lax.dynamic_update_index_in_dim(grid, part, rank, whole.ndim).reshape(whole.shape)
+        chunks = self._chunks(rank)
+        for chunk, piece in zip(chunks, jnp.split(part, len(chunks), -1), strict=True):
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, chunk * piece.shape[-1], -1)
+        return whole
+
+    def _chunks(self, rank: Any) -> tuple[Any, ...]:
+        """The numbers of the equal chunks of the sequence that `rank` holds, unless the layout is striped."""
+        return (rank, 2 * self.count - 1 - rank) if self.layout == "zigzag" else (rank,)
+
+    def _indices(self, rank: Any, step: Any, where: Any) -> Any:
+        """The global index of each `step`, a token's number in the shard of `rank`; `where` is NumPy's or JAX's."""
+        if self.layout == "contiguous":
+            return rank * step.size + step
+        if self.layout == "striped":
+            return (step // self.stripe * self.count + rank) * self.stripe + step % self.stripe
+        half = step.size // 2
+        first, second = (chunk * half for chunk in self._chunks(rank))
+        return where(step < half, first + step, second + step - half)

@@ -60,7 +60,7 @@ def ring_mesh(
 def of_context(mesh: Any, x: Any) -> Any:
     """The mesh in the form in which `shard_map` takes it for the array `x`.
 
-    Inside a `shard_map` that is the mesh of the context. An abstract mesh without `jax.jit` becomes the mesh with
+    Inside a `shard_map`, it is the mesh of the context. An abstract mesh without `jax.jit` becomes the mesh with
     devices that `jax.set_mesh` set.
     """
     if axes.manual():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which platform a call will run: that of its mesh before that of the default device. And whether devices differ."""
+"""On which platform a call will run: that of its mesh, else of its arrays, else of the default device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
 
 
 def refuse_different_devices(arrays: Mapping[str, Any]) -> None:
-    """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` have their names."""
+    """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` is by name."""
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         return  # to a traced program the other arrays are constants, which have no device
     first = None

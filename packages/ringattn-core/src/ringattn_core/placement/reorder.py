@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..errors import InputError
 from . import axes
 from .arrays import as_array
-from .layout import canonical, order, refuse_indivisible
+from .layout import Shards, canonical, refuse_indivisible
 
 
 def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
@@ -52,7 +52,7 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> A
     if layout == "contiguous":
         return x
     refuse_indivisible("x", x.shape[axis], layout, ring_size)
-    index = order(layout, ring_size, x.shape[axis])
+    index = Shards(layout, ring_size).order(x.shape[axis])
     index = np.argsort(index, kind="stable") if inverse else index
     if isinstance(x, np.ndarray):
         return np.take(x, index, axis)
@@ -80,7 +80,7 @@ def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, 
 
 
 def _sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the spec of an array. Under `jax.jit` the spec has explicit axes only: JAX does not tell others."""
+    """The mesh and the spec of an array. Under `jax.jit`, JAX knows the explicit axes only."""
     known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
     spec = tuple(known.spec) if isinstance(known, NamedSharding) else ()
     return getattr(known, "mesh", None), (*spec, *[None] * (x.ndim - len(spec)))

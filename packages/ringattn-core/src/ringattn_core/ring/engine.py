@@ -42,12 +42,12 @@ def prepared(
     """What the engine reads: the static description of the ring, and the location of this rank.
 
     `place` is a rank and the number of ranks along each axis of the ring; by default those of this device along the
-    call's axes. The command line passes no kernel. `gathers` and `stripe` are as in `run`.
+    call's axes. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
     shards = Shards(call.layout, math.prod(sizes), stripe)
-    # The hops must be known before the program runs. With an offset, which may be traced, none is left out.
+    # The hops must be known before the program runs. With `query_offset`, which may be traced, no hop is left out.
     rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
     lengths = call.query.shape[1], call.key.shape[1]
     location = Location(
@@ -77,7 +77,7 @@ def attend(ring: Ring, call: Call, location: Location) -> Result:
 
 
 def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
-    """The identity, except that differentiating it raises what `error` makes."""
+    """Makes an identity function; differentiating it raises the exception that `error()` returns."""
 
     @jax.custom_jvp
     def same(x: Any) -> Any:
@@ -98,7 +98,7 @@ first_derivative_only = without_derivative(
 )
 
 
-def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
+def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
     """The forward rule. JAX passes each input together with whether it is differentiated.
 
     The backward pass must know whether the bias is differentiated. The length of the first residual says so: 1 for a
@@ -111,7 +111,9 @@ def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, R
     return result, (jnp.zeros(int(bias_fixed), jnp.int8), residuals)
 
 
-def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]) -> tuple[Call, None]:
+def _backward_rule(
+    ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]
+) -> tuple[Call, None]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     bias_fixed, kept = residuals
 
@@ -123,6 +125,6 @@ def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: 
     return backward(ring, bias_fixed.size == 1, kept, dout, dlse), None
 
 
-attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
+attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 _attend = jax.jit(attend, static_argnums=0)
 """Equal calls compile once, even if the caller does not use `jax.jit`."""

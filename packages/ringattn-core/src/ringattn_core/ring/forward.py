@@ -16,7 +16,7 @@ from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import whole_keys
 from .blocks import Location, Ring, block
-from .plan import Level, Step
+from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
 from .sends import KV, after, packed, sent
 
@@ -48,7 +48,7 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
 
     body: Body = one_block
     for level in ring.levels:
-        body = around(level, body, ring.tie)
+        body = around(level, body)
     if ring.gathers:
         body = whole_keys.forward(ring, location, body)
     partial = with_sinks(body(packed(own) if ring.passes_on else own, 0, None), sinks_of(call))
@@ -57,24 +57,24 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     return (out, lse), Residuals(call, location, out, lse)
 
 
-def around(level: Level, body: Body, tie: Any) -> Body:
-    """`body` for the keys of every rank that a level brings here, this rank's own first."""
+def around(level: Level, body: Body) -> Body:
+    """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own first."""
 
     def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
-        def hop(carry: tuple[KV, Partial | None], step: Step) -> Any:
+        def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
             # The send and the kernel of this hop start after the kernel of the hop before.
-            kv = after(tie, kv, partial and partial.lse)
-            leaving = after(tie, own, partial and partial.lse) if level.straight else kv
-            arriving = sent(level, leaving, step.keys)
-            return arriving, body(kv, base + step.offset, partial)
+            kv = after(kv, partial and partial.lse)
+            keys_out = after(own, partial and partial.lse) if level.straight else kv
+            keys_in = sent(level, keys_out, hop.keys)
+            return keys_in, body(kv, base + hop.offset, partial)
 
-        return level.each(hop, (own, partial), level.forward)[1]
+        return level.each(one_hop, (own, partial), level.forward)[1]
 
     return loop
 
 
-def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
-    """The sinks. +inf becomes NaN, because an infinite sink would silently hide every key."""
+def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:
+    """The attention sinks of the call. A sink of +inf becomes NaN, because it would silently hide every key."""
     sinks = call.softmax_aux
     return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)

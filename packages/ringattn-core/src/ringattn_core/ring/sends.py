@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def sent(level: Level, kv: KV | None, send: Send | None) -> KV | None:
 
 
 def total(dkv: KV, arriving: KV | None) -> KV:
-    """The sum of the gradients `dkv` and those that arrive, which are of the same rows or of some of them."""
+    """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them; `None` adds nothing."""
     if arriving is None:
         return dkv
     mine = dkv.arrays
@@ -66,14 +67,18 @@ def total(dkv: KV, arriving: KV | None) -> KV:
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
 
 
-def after(tie: Any, x: Any, tokens: Any) -> Any:
-    """The arrays `x`, ordered after every token: nothing that reads them starts before all tokens are computed."""
-    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(tokens), x), x)
+def after(x: Any, done: Any) -> Any:
+    """The arrays `x`, ordered: nothing that reads the result starts before all arrays in `done` are computed."""
+    return _tied(ordering.tie, x, done)
 
 
-def after_on_cpu(x: Any, tokens: Any) -> Any:
-    """The arrays `x`, on CPU ordered after every token: a send blocks there."""
-    return after(ordering.tie_on_cpu, x, tokens)
+def after_on_cpu(x: Any, done: Any) -> Any:
+    """The arrays `x`, on CPU ordered after the arrays in `done`, because sends block there; unchanged elsewhere."""
+    return _tied(ordering.tie_on_cpu, x, done)
+
+
+def _tied(tie: Callable[..., Any], x: Any, done: Any) -> Any:
+    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(done), x), x)
 
 
 def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:
@@ -82,7 +87,7 @@ def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array)
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
-        """As 16-bit integers: XLA on CPU would widen 16-bit floats. On a GPU the bits are the same."""
+        """Sends `x` as 16-bit integers: XLA on CPU would widen 16-bit floats. On a GPU the bits are the same."""
         return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
     if not axes.bound(axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound

@@ -27,12 +27,12 @@ def with_all_ids(ring: Ring, call: Call, location: Location) -> Call:
 
 
 def forward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body` for the keys of all ranks at once, which one all-gather brings."""
+    """Makes a body that gathers the keys of all ranks and calls `body` once with all of them."""
     return lambda kv, *carry: body(_all_keys(ring, location, kv), *carry)
 
 
 def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the backward pass. A reduce-scatter adds up the gradients of keys, in float32.
+    """In the backward pass: calls `body` with the keys of all ranks; reduce-scatters `dk` and `dv` in float32.
 
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
     """

@@ -16,7 +16,7 @@ from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.arrays import axes_with
-from ..placement.layout import order
+from ..placement.layout import Shards
 from ..ring.blocks import block
 from ..ring.engine import prepared, without_derivative
 from ..ring.forward import Result, sinks_of
@@ -68,10 +68,10 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
 
 
 def _with_all_queries(call: Call) -> Call:
-    """The call with the queries of all ranks, in the order of the ranks, and their positions."""
+    """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
     assert call.axis_name is not None and call.query_offset is not None
     ranks = axes.size("axis_name", call.axis_name)
-    index = order(call.layout, ranks, ranks * call.query.shape[1])
+    index = Shards(call.layout, ranks).order(ranks * call.query.shape[1])
     return dataclasses.replace(
         call,
         query=jax.lax.all_gather(call.query, call.axis_name, axis=1, tiled=True),
@@ -83,7 +83,7 @@ def _with_all_queries(call: Call) -> Call:
 def _with_increasing_positions(block: Block) -> Block:
     """Tells kernels that positions increase, so that they need no list of the tiles to visit.
 
-    Queries are consecutive tokens. They have `q_positions`, so `Call.rule` could not know that.
+    Queries are consecutive tokens, but have `q_positions`, which `Call.rule` must assume to be in any order.
     """
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=True))
 

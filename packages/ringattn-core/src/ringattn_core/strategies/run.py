@@ -1,20 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the call of one shard by its strategy, on a backend with a block kernel."""
+"""Chooses the strategy of a call on one shard, the one that it names or one by a rule, and runs it."""
 
 import dataclasses
 from typing import Any
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
+from ..contract.features import Feature
+from ..errors import InputError
 from ..placement import axes
+from ..placement.layout import Shards
 from ..ring import engine
+from ..ring.blocks import wants_static_masks
+from ..ring.plan import visits
 from ..tuning.choice import with_parameters
-from . import ulysses
+from . import STRATEGIES, ulysses
+
+
+def settled(registration: Registration, call: Call) -> str:
+    """The strategy that runs the call of one shard.
+
+    Raises `InputError` if the call names a strategy that it, or its backend, cannot run.
+    """
+    axis = call.axis_name or ()
+    ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
+    return strategy_on(registration, call, ranks, inner)
+
+
+def strategy_on(registration: Registration | None, call: Call, ranks: int, inner: int) -> str:
+    """`settled` on a ring of `ranks`, with `inner` along its last mesh axis; `registration=None` allows every strategy.
+
+    Only shapes and static options decide, so all ranks decide alike. On one rank every strategy becomes "ring".
+    """
+    if ranks == 1 or call.strategy == "ring":
+        return "ring"
+    why_not = refusals(registration, call, ranks, inner)
+    if call.strategy == "auto":
+        return "ulysses" if "ulysses" not in why_not and _suits_ulysses(call, ranks, inner) else "ring"
+    if call.strategy in why_not:
+        fact = f"{call.strategy!r} cannot run this call: {why_not[call.strategy]}"
+        raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
+    return call.strategy
+
+
+def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
+    """The rule of "auto": the ring where masks by position leave out keys; else "ulysses" if key heads divide evenly.
+
+    The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
+    """
+    return inner > 1 and call.key.shape[2] % inner == 0 and not _leaves_out_keys(call, ranks)
+
+
+def _leaves_out_keys(call: Call, ranks: int) -> bool:
+    """Whether the ring would leave out hops, or rows of keys, because by their positions no query sees them."""
+    # The offset of queries may be traced, so the masks then leave out none.
+    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
+    rows = visits(rule, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    return len(rows) < ranks or {*rows.values()} != {rows[0]}
+
+
+def refusals(registration: Registration | None, call: Call, ranks: int, inner: int) -> dict[str, str]:
+    """The strategies that cannot run the call, each with the reason: for its heads, or for what its backend lacks."""
+    why_not: dict[str, str] = {}
+    if registration is not None and registration.descriptor().kernel is None:
+        own = f"backend {registration.name!r} drives its own ring"
+        return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
+    if registration is not None and call.causal and wants_static_masks(registration.implementation()):
+        # In a striped ring of groups a shard has runs of consecutive tokens, for which there is no static mask.
+        striped_groups = inner < ranks and call.layout == "striped"
+        lacking = ("all_gather", "ulysses") if striped_groups else ("all_gather",)
+        why_not |= dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
+    if registration is not None and not registration.descriptor().supports(Feature.CROSS_LENGTHS):
+        why_not["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
+    heads = ulysses.misfit(call.query.shape[2], inner)
+    return why_not if heads is None else why_not | {"ulysses": heads}
 
 
 def run(registration: Registration, call: Call) -> Any:
     """The output of one shard, or `(out, lse)`. `call.strategy` is one that `settled` returns."""
-    moved = _moved(call)
+    moved = _that_runs(call)
     tuned = with_parameters(registration, moved.narrowed())
     moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
@@ -28,9 +92,9 @@ def run(registration: Registration, call: Call) -> Any:
 
 def tuned_as(call: Call) -> Call:
     """The call for which tuning chooses parameters, as kernels read it."""
-    return _moved(call).narrowed()
+    return _that_runs(call).narrowed()
 
 
-def _moved(call: Call) -> Call:
+def _that_runs(call: Call) -> Call:
     """The call that the engine runs: with "ulysses", it has some heads and all tokens of a group."""
     return ulysses.by_heads(call) if call.strategy == "ulysses" else call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the bias: the kernel keeps a tile of it and adds all batch rows, heads and queries that share it."""
+"""The gradient of the bias: the kernel keeps a tile of `dbias` and adds what all batch rows, heads, queries give it."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .scores import Part, keep_columns
 def backward_bias(
     step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int, begins: Any
 ) -> None:
-    """Adds to `dbias`. `begins(step)` says whether a step is the first of its tile of the bias."""
+    """Adds the `ds` of the step to its tile of `dbias`. `begins(step)`: the step is the tile's first, and zeroes it."""
     row_values, columns = scratch["row_values"], scratch.get("columns")
     keep_columns(inputs.get("q_integers"), columns)
     keep_columns(inputs["row_values"], row_values)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All gradients of a block in one pass: the kernel keeps a tile of keys, and the gradients of a head in vector memory.
 
-The gradients stay there until the head is done, so each score is computed only once.
+The gradients stay in vector memory until the head is done, so each score is computed only once.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from .scores import Part, keep_columns, matmul
 
 
 def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Writes `dq`, `dk` and `dv`; if `dq` is an input too, it adds to that.
+    """Writes `dq`, `dk` and `dv`. If `dq` is an input too, the output is the input plus the gradient.
 
-    The members of a group run one after the other, each with all of its steps.
+    The query heads that read one key head run one after the other, each with all of its steps.
     """
     dk, dv, columns = scratch["dk"], scratch["dv"], scratch.get("columns")
     q_tile, kv_tile = inputs["q"].shape[0], inputs["k"].shape[0]

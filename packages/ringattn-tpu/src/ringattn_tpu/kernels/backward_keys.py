@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of keys and values: the kernel keeps a tile of them while the queries of all its heads visit it."""
+"""The gradients of keys and values: the kernel keeps a tile of keys, and queries of all their heads visit the tile."""
 
 from typing import Any
 

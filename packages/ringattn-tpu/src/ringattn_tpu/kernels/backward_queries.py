@@ -15,7 +15,10 @@ from .scores import Part, folded, keep_columns, matmul, minus_gradient_per_head
 
 
 def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Writes `dq`, added to the input `dq` if there is one, and `dheads` as partial sums `[8, 128]` for each head."""
+    """Writes `dq`, plus the input `dq` if there is one, and `dheads`, the gradient of each head's ALiBi slope.
+
+    `dheads` has partial sums, `[8, 128]` for each head.
+    """
     acc, row_values, columns = scratch["acc"], scratch["row_values"], scratch.get("columns")
 
     @pl.when(step.has(FIRST))
@@ -46,5 +49,5 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
 
 
 def _in_one_register(x: Any) -> Any:
-    """Adds all vector registers of `x` elementwise: `[8, 128]`."""
+    """Adds up all vector registers of `x`, each `[8, 128]`, elementwise to one."""
     return folded(x.reshape(-1, SUBLANES, x.shape[1]).sum(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probabilities of a tile and the gradients of its scores, in every backward kernel."""
+"""The probabilities of a tile and the gradients of its scores, as every backward kernel computes them."""
 
 from typing import Any, Final, NamedTuple
 
@@ -11,11 +11,11 @@ from .scores import Part, mask_out, products, scores, to_width
 
 LSE: Final = 0
 DELTA: Final = 1
-"""The rows of `row_values`, with a number for each query: the final lse and delta."""
+"""The rows of `row_values`: row 0 has the final lse of each query, in units of log2, and row 1 its delta."""
 
 
 class Derivatives(NamedTuple):
-    """`p`: the probabilities after dropout. `ds`: the gradients of the scores. `dproduct`: of the scaled products."""
+    """`p`: the probabilities after dropout. `ds`, `dproduct`: the gradients of scores and of scaled products."""
 
     p: jax.Array
     ds: jax.Array
@@ -23,7 +23,10 @@ class Derivatives(NamedTuple):
 
 
 def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
-    """The derivatives of a part; `row_values` are columns if the kernel owns queries, else rows."""
+    """The probabilities and gradients of `part`. `masked` says whether to apply the masks.
+
+    `row_values` holds lse and delta as columns if the kernel keeps queries. Else it is `None`: the inputs have them.
+    """
     settings = part.settings
 
     def row(number: int) -> jax.Array:

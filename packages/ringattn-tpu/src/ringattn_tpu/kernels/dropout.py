@@ -16,14 +16,17 @@ def kept(part: Part, weight: float) -> jax.Array:
 
 
 def _one_by_one(part: Part) -> jax.Array:
-    """1 where dropout keeps a probability, else 0. Every pair of query and key has a draw of its own."""
+    """1 where dropout keeps a probability, else 0. Computes a Philox draw for every pair of query and key."""
     i, j = part.of_query("index"), part.of_key("index")
     words = _drawn(part, i, j)
     return _survives(part, _half(jnp.where(i & 8 == 0, words[0], words[1]), j))
 
 
 def _by_pairs(part: Part) -> jax.Array:
-    """`_one_by_one` if the own indices are runs of 16 that begin at multiples of 16: rows 8 apart then share a draw."""
+    """Returns what `_one_by_one` returns, from half as many draws: rows 8 apart share a draw.
+
+    The indices of the rows must be runs of 16 that begin at multiples of 16.
+    """
     i, j = part.of_query("index"), part.of_key("index")
     if part.by_keys:
         first, second = (x.reshape(-1, 8, part.width) for x in _drawn(part, i, _first_rows(j)))
@@ -36,12 +39,12 @@ def _by_pairs(part: Part) -> jax.Array:
 
 
 def _first_rows(own: jax.Array) -> jax.Array:
-    """The first 8 of every 16 rows."""
+    """The first 8 of every 16 rows of `own`."""
     return own.reshape(-1, 16, own.shape[1])[:, :8].reshape(-1, own.shape[1])
 
 
 def _drawn(part: Part, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two words of the draw of each pair, as int32."""
+    """The two random words of the draw for each pair of query index `i` and key index `j`, as int32."""
     shape = jnp.broadcast_shapes(i.shape, j.shape)
     a, b = (_bits_as(jnp.broadcast_to(draw_number(x), shape), jnp.uint32) for x in (i, j))
     first, second = philox_2x32((a, b), _bits_as(part.inputs["dropout_key"][...], jnp.uint32))
@@ -49,7 +52,7 @@ def _drawn(part: Part, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _half(word: jax.Array, j: jax.Array) -> jax.Array:
-    """The low 16 bits of a word, or the high ones where bit 3 of the key's index is set."""
+    """The low 16 bits of each word, or the high 16 bits where bit 3 of the key index `j` is set."""
     return jnp.where(j & 8 == 0, word & 0xFFFF, jax.lax.shift_right_logical(word, 16))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a block: queries keep their tile while keys and values visit it."""
+"""The forward pass of a block: the kernel keeps a tile of queries while tiles of keys and values visit it."""
 
 from typing import Any, Final
 
@@ -26,17 +26,17 @@ from .scores import (
 
 LARGEST: Final = 0
 TOTAL: Final = 1
-"""The rows of `softmax`: of each query the largest score so far, and the sum of the exponentials relative to it."""
+"""The rows of `softmax`: row 0 has the largest score of each query so far, row 1 the sum of `2 ** (s - largest)`."""
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
-"""The first value of the largest score. Only -inf is lower, and exp(-inf - LOWEST) is 0."""
+"""The largest score of a query that has seen no key. Only -inf is lower, and exp(-inf - LOWEST) is 0."""
 
 
 def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Continues `out` and `softmax` with the keys of the steps, or starts them if they are not inputs.
+    """Continues `out` and `softmax` with the keys of the steps; starts them from no keys if they are not inputs.
 
     In the scratch memory, every lane of a row has the same `largest`; the sum of exponentials is the sum of `total`
-    over the lanes; and `acc` is the output times that sum. Probabilities that survive dropout enter `acc` unscaled: the
-    last step multiplies by their weight, in float32.
+    over the lanes; and `acc` is the output times this sum. Probabilities that dropout keeps enter `acc` unscaled: the
+    last step multiplies by `1 / (1 - dropout_prob)`, in float32.
     """
     acc, largest, total, columns = scratch["acc"], scratch["largest"], scratch["total"], scratch.get("columns")
 

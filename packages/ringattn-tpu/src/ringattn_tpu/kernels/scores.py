@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scores of a tile in every kernel: their values, and which pairs of query and key are masked out.
 
-The own side of a kernel lies along the sublanes and the visiting side along the lanes. Kernels differ only in which
-side has the queries. Scores and logarithms are in units of log2.
+A kernel keeps a tile of one side, queries or keys (`by_keys`), along the sublanes. Tiles of the other side visit it,
+along the lanes. Scores and logarithms are in units of log2.
 """
 
 from typing import Any, NamedTuple
@@ -19,24 +19,24 @@ from ..mask_bits import bits
 
 
 def to_column(row: jax.Array) -> jax.Array:
-    """Turns a row `[1, tile]` into a column `[tile, 128]` whose lanes are all equal."""
+    """Turns a row `[1, tile]` into a column `[tile, 128]`: entry `i` of the row fills the lanes of row `i`."""
     return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
 
 
 def to_row(column: jax.Array) -> jax.Array:
-    """The inverse of `to_column`."""
+    """Turns a column `[tile, 128]` whose lanes are all equal into a row `[1, tile]`."""
     return jnp.transpose(column)[:1]
 
 
 def to_width(column: jax.Array, width: int) -> jax.Array:
-    """Widens or narrows `column [tile, 128]`, whose lanes are all equal, to `width` lanes."""
+    """Widens or narrows `column [tile, 128]`, in which the lanes of a row are equal, to `[tile, width]`."""
     if width < LANES:
         return column[:, :width]
     return jnp.tile(column, (1, -(-width // LANES)))[:, :width]
 
 
 def folded(x: jax.Array) -> jax.Array:
-    """Adds all groups of 128 lanes of `x [tile, width]`: `[tile, 128]`."""
+    """Adds up the groups of 128 lanes of `x [tile, width]`, to `[tile, 128]`."""
     total = x[:, :LANES]
     for start in range(LANES, x.shape[1], LANES):
         total = total + x[:, start : start + LANES]
@@ -44,7 +44,10 @@ def folded(x: jax.Array) -> jax.Array:
 
 
 class Part(NamedTuple):
-    """`width` tokens of a visiting tile, from `start` on, and the whole own tile, whose integers are in `columns`."""
+    """What a kernel computes at a time: the tile that it keeps, and `width` tokens of a visiting tile, from `start` on.
+
+    `by_keys`: the kernel keeps keys. `columns`: the integers of the kept tile (positions, indices, ids), as columns.
+    """
 
     settings: Settings
     step: Step
@@ -63,16 +66,16 @@ class Part(NamedTuple):
         return slice(self.start, self.start + self.width)
 
     def rows(self, name: str) -> jax.Array:
-        """The tile of `q`, `dout`, `k` or `v`; of the visiting side only the rows of this part."""
+        """The rows of `q`, `dout`, `k` or `v` in this part: the whole kept tile, or `width` of the visiting rows."""
         visiting = (name in ("q", "dout")) == self.by_keys
         return self.inputs[name][self.lanes if visiting else slice(None), :]
 
     def of_query(self, name: str) -> jax.Array:
-        """An integer of each query, along its axis of the scores."""
+        """The integer `name` of each query, such as "position", along the query axis of the scores."""
         return self._integer(self.settings.q_rows.index(name), "q_integers", not self.by_keys)
 
     def of_key(self, name: str) -> jax.Array:
-        """An integer of each key, along its axis of the scores."""
+        """The integer `name` of each key, such as "position", along the key axis of the scores."""
         return self._integer(self.settings.kv_rows.index(name), "kv_integers", self.by_keys)
 
     def _integer(self, row: int, name: str, own: bool) -> jax.Array:
@@ -80,7 +83,7 @@ class Part(NamedTuple):
 
 
 def keep_columns(rows: Any, columns: Any) -> None:
-    """Writes the `rows` of an own tile to `columns`, if there are any, once for all tiles that visit it."""
+    """Turns each of `rows [n, tile]` into a column, and stores it in `columns`; does nothing if `columns` is `None`."""
     if columns is None:
         return
     for row in range(columns.shape[0]):
@@ -93,7 +96,7 @@ def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
 
 
 def products(part: Part, of_query: str, of_key: str) -> jax.Array:
-    """The product of each query's row of one array with each key's row of another, laid out as scores."""
+    """The dot products of each query's row of array `of_query` with each key's row of `of_key`, laid out as scores."""
     q, k = part.rows(of_query), part.rows(of_key)
     own, visiting = (k, q) if part.by_keys else (q, k)
     return jax.lax.dot_general(
@@ -106,7 +109,7 @@ def products(part: Part, of_query: str, of_key: str) -> jax.Array:
 
 
 def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scores before any mask, and the tanh that the soft cap takes (without a cap, the scaled products)."""
+    """The scores before any mask, in units of log2, and `tanh` of the soft cap (without one, scaled products)."""
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
@@ -121,7 +124,7 @@ def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def mask_out(part: Part, x: jax.Array) -> jax.Array:
-    """`x`, and -inf where a key is masked out."""
+    """`x`, with -inf where the query does not see the key."""
     seen = _visible(part)
     return x if seen is None else jnp.where(seen, x, -jnp.inf)
 
@@ -136,17 +139,17 @@ def _bias(part: Part) -> jax.Array:
 
 
 def minus_gradient_per_head(part: Part, ds: jax.Array) -> jax.Array:
-    """What each score adds to the gradient of its head's parameter in `KernelInputs`, negated."""
+    """Minus what each score adds to the gradient of its head's ALiBi slope; `ds` are the gradients of the scores."""
     return ds * distance(part)
 
 
 def distance(part: Part) -> jax.Array:
-    """`|i - j|` for the positions of each query and key."""
+    """`|i - j|` for the positions `i` of each query and `j` of each key, in float32."""
     return jnp.abs(part.of_query("position") - part.of_key("position")).astype(jnp.float32)
 
 
 def _visible(part: Part) -> jax.Array | None:
-    """Which queries see which keys; `None` where all do."""
+    """Which queries see which keys of the part; `None` if the kernel reads no masks, so that all see all."""
     rows, parts = part.settings.q_rows, []
     if "high" in rows:
         parts.append(part.of_key("position") <= part.of_query("high"))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tie gives back its array: on a CPU by core's own tie, on a TPU by a kernel that only orders sends."""
+"""A tie gives back its array: on a TPU by a kernel that only orders sends."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from ringattn_tpu.ordering import tie
+from ringattn_core.contract.ordering import tie
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
