@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax_triton  # pyright: ignore[reportMissingImports]
 import pytest
-from ringattn_example_triton import kernel
+from ringattn_example_triton import kernel  # pyright: ignore[reportMissingImports]
 
 
 @pytest.mark.parametrize("causal", [False, True])
