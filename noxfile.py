@@ -204,6 +204,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), package, silent=True)
     session.install("--no-deps", *map(str, DIST.glob("*.whl")))
     session.run("python", "tests/wheels.py", str(DIST))
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.glob("ringattn_*"))))
 
 
 @nox.session(requires=["build"])
