@@ -151,9 +151,22 @@ def exhaustive(session: nox.Session) -> None:
     """What CI leaves out: the other versions of JAX, and the suite's full tier. About an hour, by an estimate."""
     for _, jax, _ in SUPPORTED[1:]:
         session.notify(f"tests_elsewhere(jax-{jax})")
+    session.notify("hosts")
     session.notify("build")
     for backend in BACKENDS:
         session.notify(f"conformance({backend})", ["--ringattn-tier", "full", "--ringattn-largest-ring", "8"])
+
+
+@nox.session(python="3.12", default=False)
+def hosts(session: nox.Session) -> None:
+    """The adapters beside the released libraries, and what jax-triton lowers on this JAX and on the newest."""
+    session.install(*group("hosts"), *EVERYWHERE)
+    # Whole, these bring a training stack each; only the files that the tests read are needed.
+    session.install("--no-deps", *group("hosts-in-part"))
+    session.run("pytest", "packages/ringattn-adapters/tests/test_released_hosts.py", env=hurried(session))
+    session.run("pytest", "examples/third-party-triton/tests", env=CPU)
+    session.install(*group("jax"), "--upgrade", "jax-triton")
+    session.run("python", "benchmarks/upstream/jax_triton_lowers.py", env=CPU)
 
 
 def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
@@ -191,6 +204,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), package, silent=True)
     session.install("--no-deps", *map(str, DIST.glob("*.whl")))
     session.run("python", "tests/wheels.py", str(DIST))
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.glob("ringattn_*"))))
 
 
 @nox.session(requires=["build"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,11 +23,12 @@ from ringattn_core.errors import BackendUnavailableError, UnsupportedFeatureErro
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BLOCK, RING = EXAMPLES / "third-party-backend", EXAMPLES / "third-party-ring"
-FLASH3 = EXAMPLES / "third-party-flash3"
+FLASH3, TRITON = EXAMPLES / "third-party-flash3", EXAMPLES / "third-party-triton"
 KERNELS = {
     BLOCK: "ringattn_example.block",
     RING: "ringattn_example_ring.gather",
     FLASH3: "ringattn_example_flash3.kernel",
+    TRITON: "ringattn_example_triton.kernel",
 }
 each = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
 
@@ -95,14 +97,10 @@ def flash3(target: str, results: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_a_ring_of_flashattention_3_agrees_with_one_of_the_xla_backend(layout: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(FLASH3 / "src")
-    kernel = importlib.import_module(KERNELS[FLASH3])
-    monkeypatch.setattr(kernel, "register", lambda: None)
-    monkeypatch.setattr(jax.ffi, "ffi_call", flash3)
+def agrees_with_the_xla_backend(folder: Path, layout: str, tokens: int = 6) -> None:
+    """Compares a ring of four ranks, and its gradients, with one of the xla backend."""
     draw = np.random.default_rng(0)
-    operands = [jnp.asarray(draw.standard_normal((4, 2, 6, heads, 12)), jnp.float16) for heads in (4, 2, 2)]
+    operands = [jnp.asarray(draw.standard_normal((4, 2, tokens, heads, 12)), jnp.float16) for heads in (4, 2, 2)]
     sinks = draw.standard_normal(4, np.float32)
 
     def gradients(backend: str) -> Any:
@@ -115,11 +113,44 @@ def test_a_ring_of_flashattention_3_agrees_with_one_of_the_xla_backend(layout: s
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*operands, sinks)
 
-    here = dataclasses.replace(descriptor(FLASH3), platforms=("cpu",), probe=None)
+    here = dataclasses.replace(descriptor(folder), platforms=("cpu",), probe=None)
     with registered(here):
-        mine, theirs = (jax.tree.leaves(gradients(name)) for name in ("example-flash3", "xla"))
+        mine, theirs = (jax.tree.leaves(gradients(name)) for name in (here.name, "xla"))
     for got, want in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_ring_of_flashattention_3_agrees_with_one_of_the_xla_backend(layout: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(FLASH3 / "src")
+    kernel = importlib.import_module(KERNELS[FLASH3])
+    monkeypatch.setattr(kernel, "register", lambda: None)
+    monkeypatch.setattr(jax.ffi, "ffi_call", flash3)
+    agrees_with_the_xla_backend(FLASH3, layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The kernels run in ringattn-triton's interpreter, in tiles that no length divides."""
+    from ringattn_triton.launch.interpreted import launch
+    from ringattn_triton.launch.kernel_call import KernelCall
+
+    def triton_call(
+        *arrays: Any, kernel: Any, out_type: Any, grid: Any, num_warps: int, num_stages: int, **static: Any
+    ):
+        constants = tuple(static.items())
+        call = KernelCall(kernel, tuple(out_type), grid, num_warps, num_stages, (), "example", constants, None, 1)
+        return launch(arrays, call)
+
+    module = ModuleType("jax_triton")
+    module.triton_call = triton_call
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
+    monkeypatch.syspath_prepend(TRITON / "src")
+    kernel = importlib.import_module(KERNELS[TRITON])
+    monkeypatch.setattr(kernel, "TILE", 16)
+    agrees_with_the_xla_backend(TRITON, layout, tokens=20)
 
 
 def test_flashattention_3_that_is_not_installed_is_refused_with_the_command_that_installs_it(

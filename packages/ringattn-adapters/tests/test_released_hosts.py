@@ -54,8 +54,9 @@ def _promotion_of_the_libraries():
 def parsed(path: str, name: str) -> Any:
     """The definition of a class or function in an installed file, which need not be importable here."""
     package, _, rest = path.partition("/")
-    (folder,) = find_spec(package).submodule_search_locations
-    node: Any = ast.parse(Path(folder, rest).read_text())
+    spec = find_spec(package)
+    assert spec is not None and spec.submodule_search_locations, f"{package} is not installed"
+    node: Any = ast.parse(Path(spec.submodule_search_locations[0], rest).read_text())
     for part in name.split("."):
         node = next(x for x in node.body if getattr(x, "name", None) == part)
     return node

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
-from ringattn_core import Backend, Feature, decode_attention
+from ringattn_core import Backend, Feature, decode_attention, prefill_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 from ringattn_core.strategies import cache
@@ -239,3 +239,9 @@ def test_the_example_decodes_what_one_pass_over_the_sequence_gives() -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(" as in one pass") == 3
+
+
+@pytest.mark.parametrize("attend", [decode_attention, prefill_attention])
+def test_a_call_without_lengths_is_told_what_they_are(attend: Any) -> None:
+    with pytest.raises(InputError, match=r"lengths: is missing\. Pass how many tokens each row of the cache holds"):
+        attend(QUERY, KEY, VALUE)

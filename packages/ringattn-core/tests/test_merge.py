@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.merge import merge, merged_over, with_sinks
 from ringattn_core.contract.protocol import Partial
+from ringattn_core.errors import InputError
 
 B, T, N, H = 2, 3, 2, 4
 INF = np.float32(np.inf)
@@ -127,3 +128,10 @@ class TestMeaning:
         jax.tree.map(np.testing.assert_array_equal, with_sinks(x, None), x)
         jax.tree.map(np.testing.assert_array_equal, with_sinks(x, jnp.full((N, 2), -INF)), x)
         jax.tree.map(np.testing.assert_array_equal, with_sinks(identity(), jnp.full((N, 2), -INF)), identity())
+
+    @pytest.mark.parametrize("name", ["out", "lse"])
+    def test_integers_are_refused(self, name: str) -> None:
+        x = partial(0.5)
+        given = {"out": x.out, "lse": x.lse} | {name: jnp.int32(getattr(x, name))}
+        with pytest.raises(InputError, match=f"b: has {name} of dtype int32"):
+            merge(x, Partial(**given))

@@ -251,3 +251,15 @@ def test_a_function_may_be_traced_around_a_query_that_is_not(kind: str) -> None:
         same(jax.grad(over_ring, (0, 1))(*kv), gradients)
         same(jax.jit(over_ring)(*kv), value)
         same(jax.vmap(over_ring)(*twice), jnp.stack([value, value]))
+
+
+def test_an_automatic_axis_is_not_named_where_the_ring_is_manual() -> None:
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    split = P(None, "sp")
+
+    def local(*x: jax.Array) -> jax.Array:
+        return ring_attention(*x, axis_name="sp", head_axis_name="tp")
+
+    attend = jax.shard_map(local, in_specs=(split,) * 3, out_specs=split, axis_names={"sp"})
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match=r"the call also names \['tp'\], over which JAX splits"):
+        jax.jit(attend)(*arrays()[:3])

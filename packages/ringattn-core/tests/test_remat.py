@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_core import remat_policy, ring_attention
+from ringattn_core.errors import InputError
 
 RANKS = 4
 MESH = Mesh(np.array(jax.devices()[:RANKS]), ("sp",))
@@ -97,3 +98,8 @@ def test_the_output_and_the_log_sum_exp_of_every_layer_are_offloaded_to_the_host
     again = compiled(offloaded)
     assert sends(again) == 9
     assert_equal(again, compiled(unchanged))
+
+
+def test_a_place_to_offload_to_is_no_flag() -> None:
+    with pytest.raises(InputError, match="offload: got 'host'"):
+        remat_policy(offload="host")

@@ -79,7 +79,7 @@ def roles_of(query: Any, key: Any, KPos: Any, Key: Any, QPos: Any) -> Roles:
     ours, theirs = ([axis.name for axis in x.axes] for x in (query, key))
     shared = [name for name in ours if name in theirs and name != size]
     own = [name for name in ours if name not in theirs]
-    queries = own[0] if QPos is None and len(own) == 1 else None if QPos is None else _name(QPos)
+    queries: Any = own[0] if QPos is None and len(own) == 1 else None if QPos is None else _name(QPos)
     if queries not in own or keys not in theirs or keys in ours:
         fact = f"has the axes {ours}, and key has {theirs}"
         raise InputError(

@@ -25,7 +25,7 @@ def context_parallel_attention(
     mesh: Mesh | None = None,
     axis: str = "cp",
     batch_axis: str | tuple[str, ...] | None = None,
-    strategy: str = "ring",
+    strategy: Any = "ring",
     load_balance: bool = True,
     segment_ids: jax.Array | None = None,
     sliding_window: int | None = None,

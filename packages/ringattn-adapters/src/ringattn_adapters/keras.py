@@ -32,8 +32,9 @@ def dot_product_attention(
     refuse({"flash_attention": flash_attention}, "Leave it out; `backend` names a kernel of the ring")
     arrays = [as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     dtype = jnp.result_type(*arrays)
+    q, k, v = (x.astype(dtype) for x in arrays)
     added = None if bias is None else as_array("bias", bias).astype(dtype)
     if attn_logits_soft_cap is not None:
         ring = ring | {"logits_soft_cap": attn_logits_soft_cap}
     with errors_in_terms_of(OF_KERAS):
-        return jax_attention(*(x.astype(dtype) for x in arrays), added, mask, scale=scale, is_causal=is_causal, **ring)
+        return jax_attention(q, k, v, added, mask, scale=scale, is_causal=is_causal, **ring)

@@ -10,7 +10,7 @@ from .options import checked, refuse
 
 TYPES: Final = ("global", "mla", "local_sliding", "chunk", "full")
 """The values of `AttentionType` that have a counterpart here."""
-OF_THE_LAYER: Final = dict.fromkeys(
+OF_THE_LAYER: Final[dict[str, str]] = dict.fromkeys(
     ("causal", "sliding_window", "chunk_size", "softmax_scale", "logits_soft_cap", "softmax_aux", "strategy", "mesh",
      "axis_name", "batch_axis_name", "head_axis_name", "layout", "q_segment_ids", "kv_segment_ids"),
     "the configuration of MaxText",

@@ -101,10 +101,13 @@ def ring_attention(
         dropout_seed: One integer. The same seed drops the same weights on every ring, layout and backend.
         axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is a ring
             of two levels: an inner ring over the last axis, which should have the fastest links, and an outer ring
-            over all others.
+            over all others. In your own `jax.shard_map`, name them in the order in which the specs have them: JAX does
+            not tell which shard a rank holds, so another order is silently wrong.
         batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
             fsdp, data or replica are the default.
-        head_axis_name: The same for heads. With `mesh`, axes named tp, model or tensor are the default.
+        head_axis_name: The same for heads. With `mesh`, axes named tp, model or tensor are the default. In your own
+            `jax.shard_map` with `check_vma=False`, split key heads as you split query heads: JAX does not tell whether
+            a rank holds all key heads, and if their number divides that of its query heads, they count as its own.
         mesh: The mesh over which the call splits its global arrays.
         in_specs: Three equal `PartitionSpec`s, of query, key and value, instead of `batch_axis_name` and
             `head_axis_name`. The specs of all other arrays follow from them. Only with `mesh`.

@@ -39,7 +39,7 @@ def decode_attention(
     query: arrays.Query,
     key_cache: arrays.Key,
     value_cache: arrays.Value,
-    lengths: Lengths | int,
+    lengths: Lengths | int | None = None,
     softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
     *,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -98,7 +98,7 @@ def prefill_attention(
     query: arrays.Query,
     key_cache: arrays.Key,
     value_cache: arrays.Value,
-    lengths: Lengths | int,
+    lengths: Lengths | int | None = None,
     softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
     *,
     send: Literal["auto", "keys", "queries"] = "auto",
@@ -191,6 +191,8 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     (tokens, room), rows = sizes.lengths, call.query.shape[:1]
     if mesh is not None:
         check_mesh(call, mesh)
+    if variables["lengths"] is None:
+        raise InputError("lengths", "is missing", "Pass how many tokens each row of the cache holds")
     remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
     known = as_int32("lengths", variables["lengths"], (0, room, remedy))
     if known.shape not in ((), rows):

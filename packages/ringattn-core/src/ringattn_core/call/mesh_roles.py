@@ -82,6 +82,12 @@ def check_mesh(call: Call, mesh: Any) -> None:
         named = getattr(call, argument) or ()
         _refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():
+            every = {name for other in AXIS_NAMES for name in getattr(call, other) or ()}
+            if mesh == context and (automatic := sorted(every - axes.manual())):
+                raise MeshError(
+                    f"{argument}={named!r} is manual in the surrounding shard_map, but the call also names "
+                    f"{automatic}, over which JAX splits arrays by itself there. Leave those out, or make them manual"
+                )
             raise MeshError(
                 f"mesh= is for global arrays, but {argument}={named!r} belongs to a surrounding shard_map. "
                 f"Leave mesh= out: inside shard_map the arrays are local"

@@ -47,7 +47,11 @@ def _arrays(argument: str, x: Any) -> Partial:
     """The partial result `x` with JAX arrays; raises for anything else."""
     if not isinstance(x, Partial):
         raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
-    return Partial(as_array(argument, x.out), as_array(argument, x.lse))
+    arrays = Partial(as_array(argument, x.out), as_array(argument, x.lse))
+    for name, array in (("out", arrays.out), ("lse", arrays.lse)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise InputError(argument, f"has {name} of dtype {array.dtype}", "Pass floating-point arrays")
+    return arrays
 
 
 def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import jax
 
+from ..errors import InputError
+
 OUT_NAME: Final = "ringattn_out"
 LSE_NAME: Final = "ringattn_lse"
 """The names that `checkpoint_name` gives to the two results of the ring that the backward pass reads."""
@@ -22,6 +24,8 @@ def remat_policy(*, offload: bool = False) -> Callable[..., Any]:
     Args:
         offload: Keeps both arrays in the memory of the host instead of the device.
     """
+    if not isinstance(offload, bool):
+        raise InputError("offload", f"got {offload!r}", "It must be True, to the memory of the host, or False")
     names = [OUT_NAME, LSE_NAME]
     if not offload:
         return jax.checkpoint_policies.save_only_these_names(*names)
