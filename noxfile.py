@@ -47,10 +47,9 @@ CPU = {"JAX_PLATFORMS": "cpu"}
 # The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.
 WORKERS = CPU | {"OPENBLAS_NUM_THREADS": "1"}
 # XLA's optimiser for CPUs takes more than half of the time of the tests. The quickstart, the README's example and the
-# kernels of `xla` run with it, and so do the tests that load libtpu, because libtpu reads these flags too.
-UNOPTIMISED = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
+# suite's module about numerics run with it, and so do the tests that load libtpu, because libtpu reads these flags too.
+NO_OPTIMISER = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+QUICK = (
     "--xla_cpu_parallel_codegen_split_count=1",
     # Passes that only make a program for CPUs faster, and its compilation slower.
     "--xla_disable_hlo_passes=cpu-parallel-task-assigner,reshape-mover,tree_reduction_rewriter",
@@ -62,10 +61,8 @@ ALL_BUT_TPU = ("packages", f"--ignore={TPU}")
 # Without a GPU or TPU these kernels are interpreted.
 INTERPRETED = ("triton", "tpu")
 SUITE = "ringattn_conformance.suite"
-# The modules about a kernel's own arithmetic, which run in the full tier too.
-OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "numerics"))
 # Minutes of each part of `nox -s conformance` on two idle cores.
-MINUTES = {"build": 1, "xla": 4, "triton": 4, "tpu": 5}
+MINUTES = {"build": 1, "xla": 5, "triton": 3, "tpu": 3}
 # The examples of third-party backends, by the name that each registers.
 THIRD_PARTIES = {"example": "third-party-backend", "example-ring": "third-party-ring"}
 # Fails where Python finds one of these modules outside the environment of the session.
@@ -82,11 +79,11 @@ def group(name: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
 
 
-def hurried(session: nox.Session) -> dict[str, str]:
-    """The environment of tests that need no optimised programs; XLA ends the process at an unknown flag."""
+def hurried(session: nox.Session, *more: str) -> dict[str, str]:
+    """The environment of tests in which XLA compiles fast, with more flags. XLA ends the process at an unknown flag."""
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True, env=CPU)
     old = str(version).startswith("0.10.")
-    return WORKERS | {"XLA_FLAGS": " ".join((*UNOPTIMISED, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
+    return WORKERS | {"XLA_FLAGS": " ".join((*QUICK, *more, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
 
 
 def runs(python: str) -> bool:
@@ -154,7 +151,7 @@ def exhaustive(session: nox.Session) -> None:
     session.notify("hosts")
     session.notify("build")
     for backend in BACKENDS:
-        session.notify(f"conformance({backend})", ["--ringattn-tier", "full", "--ringattn-largest-ring", "8"])
+        session.notify(f"conformance({backend})", ["--ringattn-tier", "full"])
 
 
 @nox.session(python="3.12", default=False)
@@ -182,7 +179,7 @@ def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]
 
 def run_tests(session: nox.Session, *parts: Sequence[str]) -> None:
     """pytest on each part, or on what the command line names: that, and the tests of `LIBTPU`, with XLA's optimiser."""
-    quick = hurried(session)
+    quick = hurried(session, *NO_OPTIMISER)
     for part in [session.posargs] if session.posargs else parts:
         optimised = session.posargs or part == LIBTPU
         session.run("pytest", "-n", "2", *part, env=WORKERS if optimised else quick)
@@ -218,19 +215,16 @@ def conformance(session: nox.Session, backend: str) -> None:
     pins = group("triton-3-6") if backend == "triton" else ()
     session.install(*group("jax"), *pins, *wheels)
     session.chdir(session.create_tmp())
-    quick, interpreted = hurried(session), backend in INTERPRETED
-    chosen = ("pytest", "-n", "2", "--ringattn-backend", backend)
-    environment = quick | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else WORKERS
-    if session.posargs:
-        session.run(*chosen, "--pyargs", SUITE, *session.posargs, env=environment)
-        return
-    # XLA's optimiser takes part in the arithmetic of `xla`, which the full tier judges; the core tier does without.
-    session.run(*chosen, "--ringattn-tier", "full", "--pyargs", *OF_KERNELS, env=environment)
-    if backend == BACKENDS[0]:
+    if backend == BACKENDS[0] and not session.posargs:
         # One worker judges all saboteurs, in one process.
-        session.run("pytest", str(ROOT / "conformance" / "tests"), "-n", "2", "--dist", "loadfile", env=quick)
-    # Last, the whole suite: its last line is the verdict.
-    session.run(*chosen, "--ringattn-tier", "core", "--pyargs", SUITE, env=quick | environment)
+        own_tests = str(ROOT / "conformance" / "tests")
+        session.run("pytest", own_tests, "-n", "2", "--dist", "loadfile", env=hurried(session, *NO_OPTIMISER))
+    # The suite itself turns XLA's optimiser off, but for numerics: there it takes part in the arithmetic of `xla`.
+    environment = hurried(session)
+    if backend in INTERPRETED:
+        environment = hurried(session, *NO_OPTIMISER) | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"}
+    options = session.posargs or ("--ringattn-tier", "core")
+    session.run("pytest", "-n", "2", "--ringattn-backend", backend, "--pyargs", SUITE, *options, env=environment)
 
 
 @nox.session(requires=["build"], python=NEWEST)
@@ -245,7 +239,7 @@ def thirdparty(session: nox.Session) -> None:
     ours = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", "xla", "conformance")]
     session.install(*group("jax"), *ours, *map(str, wheels.glob("*.whl")))
     modules = [path.name.split("-")[0] for path in map(Path, [*ours, *wheels.glob("*.whl")])]
-    environment = hurried(session) | {"PYTHONPATH": None}
+    environment = hurried(session, *NO_OPTIMISER) | {"PYTHONPATH": None}
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
         session.run("python", "-P", "-c", INSTALLED, *modules, env=environment)
         for backend in THIRD_PARTIES:

@@ -165,6 +165,8 @@ class OneAfterAnother(Dense):
     """A right kernel that adds the products of float32 in float32, one after another, which rounds most often."""
 
     def products(self, block: Block) -> np.ndarray:
+        if block.half:
+            return super().products(block)
         q, k = (np.moveaxis(x.astype(np.float32), 2, 1) for x in (block.q, self.of_heads(block, block.k)))
         total = np.zeros((*q.shape[:3], k.shape[2]), np.float32)
         for component in range(q.shape[-1]):

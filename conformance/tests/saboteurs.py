@@ -31,16 +31,19 @@ class Sabotage:
         return (type(self.kernel).__doc__ or "").strip()
 
 
+_ORACLE: Final = "test_ring::test_outputs_and_gradients_are_those_of_the_oracle"
+
+
 def _point(name: str) -> str:
     """The test of a named case, in its place of the full tier."""
     (point,) = (str(one) for one in points() if one.case.name == name and tiers.contains(tiers.FULL, one.tier))
-    return f"test_ring::test_outputs_and_gradients_are_those_of_the_oracle[{{}}-{point}]"
+    return f"{_ORACLE}[{{}}-{point}]"
 
 
 def _mixture(chosen: Callable[[Point], Any]) -> str:
     """The test of the first mixture of the core tier that is chosen."""
     every = (one for one in mixtures(frozenset(Feature)) if one.tier == tiers.CORE)
-    return f"test_mixtures::test_many_options_at_once[{{}}-{next(filter(chosen, every))}]"
+    return f"{_ORACLE}[{{}}-{next(filter(chosen, every))}]"
 
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"

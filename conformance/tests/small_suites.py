@@ -10,28 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ringattn_conformance import collection, results
+from ringattn_conformance import collection
 
 CONFTEST = """
 from pathlib import Path
-from ringattn_conformance import collection, results
+from ringattn_conformance import collection
 collection.SUITE = Path(__file__).parent / "suite"
-results.untried = lambda declared, tests: []  # these few tests try hardly anything
 """
 SUITE = {
     "test_first": """
 import os
 import pytest
-from ringattn_conformance import notes, tiers
+from ringattn_conformance import tiers
 from ringattn_conformance.outcomes import owed
 from ringattn_core import Feature
 
 @pytest.mark.parametrize("letter", ["a", "b", "c"])
 def test_letter(ringattn_backend, letter):
     with owed(ringattn_backend, [Feature.CAUSAL]):
-        notes.error("float32", "out", 1e-6 * "abc".index(letter), 2e-5)
-        notes.ring(2, emulated=letter == "a")
-    assert letter not in os.environ.get("RINGATTN_WRONG", "")
+        pass
+    if letter in os.environ.get("RINGATTN_WRONG", ""):
+        raise ValueError("a wrong letter")
     if letter in os.environ.get("RINGATTN_DEADLY", ""):
         os._exit(1)
 
@@ -47,12 +46,9 @@ from ringattn_conformance import tiers
 @tiers.mark(tiers.EXHAUSTIVE)
 def test_rare(ringattn_backend):
     pass
-
-def test_of_no_backend():
-    pass
 """,
 }
-"""Of the full tier 5 tests, of the core tier one, and one more of the exhaustive tier."""
+"""Of the full tier 4 tests, of the core tier one, and one more of the exhaustive tier."""
 LETTER = "test_first::test_letter"
 
 
@@ -111,8 +107,7 @@ class SmallSuite:
                 patch.setenv(name, x)
             patch.chdir(self.folder)
             patch.syspath_prepend(self.folder)
-            patch.setattr(collection, "SUITE", collection.SUITE)  # the conftest.py sets both
-            patch.setattr(results, "untried", results.untried)
+            patch.setattr(collection, "SUITE", collection.SUITE)  # the conftest.py sets it
             self.capsys.readouterr()
             code = pytest.main(["-p", "no:faulthandler", "-p", "no:xdist", *line])
             for name, module in list(sys.modules.items()):

@@ -49,16 +49,14 @@ def test_rings_are_as_real_in_a_worker_as_without(monkeypatch: pytest.MonkeyPatc
     assert [one.id for one in placement.mesh.devices.flat] == [*range(1, count), 0][:count]
 
 
-@pytest.mark.parametrize("preallocate", [None, "true"])
-def test_calls_run_on_the_own_device_and_processes_share_memory(tmp_path: Path, preallocate: str | None):
+def test_calls_run_on_the_own_device_and_processes_share_memory(tmp_path: Path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text(SUITE)
     (tmp_path / "test_it.py").write_text(TEST)
     line = ("-m", "pytest", "-p", "no:cacheprovider", "test_it.py", "-n", "2", "--ringattn-backend", "xla")
     before = os.environ.get(devices.PREALLOCATE)
     assert before in (None, "false"), "this test starts processes that inherit it"
-    done = started(tmp_path, *line, **({} if preallocate is None else {devices.PREALLOCATE: preallocate}))
+    done = started(tmp_path, *line)
     assert done.returncode == 0, done.stdout + done.stderr
-    share = preallocate or "false"
-    assert (tmp_path / "gw0").read_text() == f"0 {[*range(8)]} {share}"
-    assert (tmp_path / "gw1").read_text() == f"1 {[1, 2, 3, 4, 5, 6, 7, 0]} {share}"
+    assert (tmp_path / "gw0").read_text() == f"0 {[*range(8)]} false"
+    assert (tmp_path / "gw1").read_text() == f"1 {[1, 2, 3, 4, 5, 6, 7, 0]} false"

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from ringattn_conformance import case_inputs, oracle, tiers
 from ringattn_conformance.cases import CASES, ENTRIES, NAMED
-from ringattn_conformance.lattice import LAYOUTS, Point, mixtures, points
+from ringattn_conformance.lattice import LAYOUTS, Point, mixtures, points, untried
 from ringattn_conformance.tiers import RINGS
 from ringattn_conformance.tolerances import allowed
-from ringattn_core.contract.features import Feature
+from ringattn_core import Backend, Feature
+from ringattn_core.backends.discovery import registered
 
 ALL = frozenset(Feature)
 DTYPES = {Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16}
@@ -65,15 +66,6 @@ def test_the_exhaustive_tier_holds_every_point_once():
     assert len(names) == len({*names}) > 5 * len(CASES)
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 4])
-def test_rings_may_be_bounded_and_no_name_changes(largest: int):
-    bounded = [*points(largest), *mixtures(ALL, largest)]
-    assert {point.placement.ring for point in bounded} == {ring for ring in RINGS if ring <= largest}
-    assert all(point.case.fits(point.placement.ring, point.placement.layout) for point in bounded)
-    assert {str(point) for point in bounded} <= {str(point) for point in (*points(), *MIXED)}
-    assert [point.case for point in within(tiers.FULL, points(largest))] == [*CASES]
-
-
 def test_every_call_is_named_once_and_fits_its_ring():
     assert len(NAMED) == len(ENTRIES["named"]) + len(ENTRIES["elsewhere"])
     assert len({str(one) for one in MIXED}) == len(MIXED) == len(ENTRIES["mixtures"])
@@ -122,6 +114,16 @@ def test_a_backend_gets_mixtures_of_what_it_declares_under_the_same_names(featur
 
 def test_a_backend_of_no_dtype_gets_none():
     assert mixtures({Feature.CAUSAL}) == []
+
+
+def test_a_declared_feature_that_no_call_of_the_tier_has_is_told():
+    features = {Feature.FLOAT32, Feature.FLOAT16, Feature.CAUSAL, Feature.SINKS, Feature.PRECISION, Feature.GRADIENTS}
+    found = {}
+    for largest in (None, 1):
+        with registered(Backend("some", 1, ("cpu",), features, kernel="nowhere:KERNEL", largest_head=largest)):
+            found[largest] = untried("some", tiers.CORE, 7)
+    assert found[None] == [], "precision is owed in float32 alone"
+    assert "SINKS in float16" in found[1]
 
 
 def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on_one_rank():

@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ringattn_conformance import plugin
 from ringattn_conformance.devices import COUNT_FLAG
+from ringattn_core import Backend, Feature
+from ringattn_core.backends.discovery import registered
 
 CONFTEST = """
 import contextlib
@@ -20,16 +24,12 @@ until_the_end = contextlib.ExitStack()
 until_the_end.enter_context(registered(backend))
 missing = Backend("missing", 1, ("cpu",), (), kernel="nowhere:KERNEL", probe="os:getcwd")
 until_the_end.enter_context(registered(missing))
-float32 = {Feature.FLOAT32}
-elsewhere = Backend("elsewhere", 1, ("CPU",), float32, kernel="nowhere:KERNEL")
-until_the_end.enter_context(registered(elsewhere))
-dtypeless = Backend("dtypeless", 1, ("cpu",), {Feature.CAUSAL}, kernel="nowhere:KERNEL")
-until_the_end.enter_context(registered(dtypeless))
 """
 COUNTS = """
 def test_devices(ringattn_backend):
+    import os
     import jax
-    print("DEVICES", len(jax.devices()))
+    print("DEVICES", len(jax.devices()), os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"])
 """
 FAILS = """
 def test_that_fails(ringattn_backend):
@@ -66,13 +66,27 @@ def test_importing_it_imports_no_jax():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_cpu_is_eight_devices_even_if_a_conftest_imports_jax(tmp_path: Path):
-    assert "DEVICES 8" in _pytest(tmp_path, COUNTS, "--ringattn-backend", "own").stdout
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run prints that counts devices."""
+    variables = {"RINGATTN_BACKEND": "own", "RINGATTN_TYPO": "1"}
+    return _pytest(tmp_path_factory.mktemp("counted"), COUNTS, "--ringattn-backend", "own", **variables).stdout
 
 
-def test_a_number_of_devices_that_the_user_chose_stays(tmp_path: Path):
-    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", "own", XLA_FLAGS=f"{COUNT_FLAG}=3")
-    assert "DEVICES 3" in done.stdout
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run prints whose one test fails; it names its backend twice."""
+    return _pytest(tmp_path_factory.mktemp("failed"), FAILS, *("--ringattn-backend", "own") * 2).stdout
+
+
+def test_the_cpu_is_eight_devices_even_if_a_conftest_imports_jax(counted: str):
+    assert "DEVICES 8 false" in counted
+
+
+def test_a_number_of_devices_and_a_share_of_memory_that_the_user_chose_stay(tmp_path: Path):
+    variables = {"XLA_FLAGS": f"{COUNT_FLAG}=3", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", "own", **variables)
+    assert "DEVICES 3 true" in done.stdout
 
 
 def test_other_flags_of_the_user_stay(tmp_path: Path):
@@ -86,44 +100,48 @@ def test_runs_that_have_nothing_to_do_with_the_suite_are_left_alone(tmp_path: Pa
     assert "ringattn:" not in done.stdout
 
 
-def test_the_header_names_versions_backends_and_variables(tmp_path: Path):
-    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", "own", RINGATTN_BACKEND="own", RINGATTN_TYPO="1")
-    assert "ringattn: python" in done.stdout
+def test_the_header_names_versions_backends_and_variables(counted: str):
+    assert "ringattn: python" in counted
     for name in ("jaxlib", "numpy", "pytest", "pytest-xdist", "ringattn-core", "ringattn-xla", "ringattn-conformance"):
-        assert f", {name} " in done.stdout
-    assert "ringattn backend: own of this process 0 on 8 cpu devices" in done.stdout
-    assert "RINGATTN_BACKEND=own" in done.stdout
-    assert "RINGATTN_TYPO=1" in done.stdout
+        assert f", {name} " in counted
+    assert "ringattn backend: own\n" in counted
+    assert "RINGATTN_BACKEND=own" in counted
+    assert "RINGATTN_TYPO=1" in counted
+
+
+def test_a_backend_that_is_not_available_stops_the_run(tmp_path: Path):
+    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", "missing")
+    assert done.returncode != 0
+    assert "--ringattn-backend missing: /" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        ("owm", "did you mean 'own'"),
-        ("missing", "--ringattn-backend missing: /"),
-        ("elsewhere", "its descriptor names the platform 'CPU'. JAX has cpu, cuda"),
-        ("dtypeless", "its descriptor declares no dtype. Declare at least one of FLOAT32"),
+        ({}, None),
+        ({"name": "owm"}, "did you mean 'own'"),
+        ({"platforms": ("CPU",)}, "its descriptor names the platform 'CPU'. JAX has cpu, cuda"),
+        ({"features": {Feature.CAUSAL}}, "its descriptor declares no dtype. Declare at least one of FLOAT32"),
     ],
 )
-def test_a_backend_that_cannot_be_certified_stops_the_run(tmp_path: Path, name: str, message: str):
-    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", name)
-    assert done.returncode != 0
-    assert message in done.stdout + done.stderr
+def test_why_a_backend_cannot_be_certified(changes: dict[str, Any], message: str | None):
+    fields = {"name": "own", "platforms": ("cpu",), "features": {Feature.FLOAT32}} | changes
+    with registered(Backend(api=1, kernel="nowhere:KERNEL", **fields | {"name": "own"})):
+        why = plugin.unusable(fields["name"])
+    assert why is None if message is None else message in str(why)
 
 
-def test_a_failure_ends_with_the_line_that_runs_it_alone(tmp_path: Path):
-    done = _pytest(tmp_path, FAILS, "--ringattn-backend", "own")
-    assert "pytest --pyargs 'test_it::test_that_fails[own]' --ringattn-backend own" in done.stdout
+def test_a_failure_ends_with_the_line_that_runs_it_alone(failed: str):
+    assert "pytest --pyargs 'test_it::test_that_fails[own]' --ringattn-backend own" in failed
 
 
-def test_a_backend_named_twice_is_certified_once(tmp_path: Path):
-    done = _pytest(tmp_path, FAILS, "--ringattn-backend", "own", "--ringattn-backend", "own")
-    assert "1 failed" in done.stdout
+def test_a_backend_named_twice_is_certified_once(failed: str):
+    assert "1 failed" in failed
 
 
 def test_a_test_file_of_somebody_else_is_one_import(tmp_path: Path):
-    modules = ("test_block", "test_ring", "test_mixtures")
+    modules = ("test_block", "test_ring")
     imports = "\n".join(f"from ringattn_conformance.suite.{module} import *" for module in modules)
-    options = ("--ringattn-backend", "xla", "--ringattn-largest-ring", "2", "-k", "gqa and all_gather")
+    options = ("--ringattn-backend", "xla", "-k", "gqa and all_gather")
     done = _pytest(tmp_path, imports, *options, JAX_PLATFORMS="cpu")
     assert "1 passed" in done.stdout, done.stdout

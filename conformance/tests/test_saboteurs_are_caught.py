@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ringattn_conformance import run_options
+from ringattn_conformance import tiers
 from ringattn_conformance.devices import COUNT_FLAG
 from saboteurs import REFERENCES, SABOTEURS
 
@@ -38,7 +38,7 @@ def verdicts() -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
     # The saboteurs import JAX before any plugin could ask for devices.
     flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT_FLAG)]
-    environment["XLA_FLAGS"] = " ".join([*flags, f"{COUNT_FLAG}={run_options.LARGEST}"])
+    environment["XLA_FLAGS"] = " ".join([*flags, f"{COUNT_FLAG}={tiers.RINGS[-1]}"])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
     found = {name: outcome for outcome, name in VERDICT.findall(done.stdout)}
     missing = {_name(test) for test in tests} - found.keys()

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from ringattn_conformance import tolerance_factor, tolerances, wrong
+from ringattn_conformance import tolerances, wrong
 from ringattn_conformance.cases import Case
 from ringattn_conformance.oracle import attend
 
@@ -58,7 +58,7 @@ def test_the_rounding_of_float32_passes_where_scores_are_large_before_a_small_so
 
 
 def test_the_factor_of_the_run_multiplies_every_tolerance(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tolerance_factor, "factor", 3.0)
+    monkeypatch.setattr(tolerances, "factor", 3.0)
     assert tolerances.allowed("out", "float32", np.array([1.0]), 1.0) == pytest.approx(6e-5)
     assert tolerances.allowed("dq", "bfloat16", np.array([2.0]), 1.0) == pytest.approx(0.15)
 
@@ -106,7 +106,7 @@ def test_half_partials_double_the_tolerances_of_half_precision_only(monkeypatch:
         return [tolerances.allowed("out", dtype, np.array([1.0]), 1.0) for dtype in ("float32", "bfloat16")]
 
     exact, rounded = both()
-    monkeypatch.setattr(tolerance_factor, "half_partials", True)
+    monkeypatch.setattr(tolerances, "half_partials", True)
     assert both() == [exact, 2 * rounded]
 
 

@@ -165,6 +165,11 @@ def at_the_end(batch: int, rows: int, columns: int) -> Pair:
     return np.arange(rows, dtype=np.int32) + np.int32(columns - rows), np.arange(columns, dtype=np.int32)
 
 
+def among_keys(batch: int, rows: int, columns: int) -> Pair:
+    """Queries are tokens from two thirds of the keys' sequence on, so that a single query has keys on both sides."""
+    return np.arange(rows, dtype=np.int32) + np.int32(2 * columns // 3), np.arange(columns, dtype=np.int32)
+
+
 Build = Callable[[int, int, int, int, int], Any]
 """A `mask_builder`: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`."""
 
@@ -185,21 +190,17 @@ class Builder:
         return np.stack([np.broadcast_to(one, (q.shape[0], q.shape[1], kv.shape[1])) for one in each], 1)
 
 
+_WINDOWS: Final = ((0, 0), (15, 3), (2, 40), (18, 40), (23, 40), (28, 40), (33, 40))
+
+
 def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return (masks.Causal(), masks.Local(15, 3), masks.Local(2, 40))[head_idx % 3]
+    """Seven masks by turns, more than a kernel may have room for."""
+    return masks.Causal() if head_idx % 7 == 0 else masks.Local(*_WINDOWS[head_idx % 7])
 
 
 def _seen_by_heads(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
-    return (j <= i, (j >= i - 15) & (j <= i + 3), (j >= i - 2) & (j <= i + 40))[head % 3]
-
-
-def _seven(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    """Seven masks, so that a kernel cannot keep all of a few."""
-    return masks.Local(3 + 5 * (head_idx % 7), 40)
-
-
-def _seen_by_seven(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
-    return (j >= i - 3 - 5 * (head % 7)) & (j <= i + 40)
+    left, right = _WINDOWS[head % 7]
+    return j <= i if head % 7 == 0 else (j >= i - left) & (j <= i + right)
 
 
 def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
@@ -242,10 +243,10 @@ SEGMENTS: Final[dict[str, Draw]] = {
 POSITIONS: Final[dict[str, Draw]] = {
     "far": far, "far-rows": far_rows, "later-rows": later_rows, "scattered": scattered, "backward-rows": backward_rows,
     "restarting": restarting, "spread": spread, "extreme": extreme, "later-keys": later_keys, "at-the-end": at_the_end,
+    "among-keys": among_keys,
 }  # fmt: skip
 BUILDERS: Final = {
     "of-heads": Builder(_of_heads, _seen_by_heads),
-    "seven": Builder(_seven, _seen_by_seven),
     "algebra": Builder(_algebra, _seen_by_algebra),
     "predicate": Builder(_predicate, lambda i, j, qi, ki, head: _scattered(i, j)),
     "indexed": Builder(_indexed, lambda i, j, qi, ki, head: _scattered(qi, ki)),

@@ -109,17 +109,22 @@ class Case:
         """What all numbers of the case are drawn by."""
         return zlib.crc32(self.name.encode()) if self.seed is None else self.seed
 
-    @property
+    @functools.cached_property
     def changes(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
         own = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {field.name: x for field, x in own if field.name not in ("name", "seed") and x != field.default}
 
     @property
+    def widest(self) -> int:
+        """The size of its widest heads."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
     def masks_of_heads(self) -> Builder | None:
         return None if self.builder is None else case_inputs.BUILDERS[self.builder]
 
-    @property
+    @functools.cached_property
     def needs(self) -> frozenset[Feature]:
         """The features that the call needs."""
         given = {feature for name, feature in FEATURES.items() if name in self.changes}
@@ -137,7 +142,7 @@ class Case:
         plain |= {"kv_length": self.q_length, "kv_heads": self.heads, "value_dim": self.head_dim}
         found = self
         for name, x in plain.items():
-            without = dataclasses.replace(found, **{name: x})
+            without = found if getattr(found, name) == x else dataclasses.replace(found, **{name: x})
             if without.needs < found.needs and not found.needs - without.needs <= set(features):
                 found = without
         return found

@@ -16,30 +16,20 @@ PARAMETER: Final = "ringattn_backend"
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A test as reports and expectations name it, `module::test[parameters]`, and the backend it is about.
+    """A test as reports and expectations name it, `module::test[parameters]`, and the backend it is about."""
 
-    A few tests of the suite take no backend: their `backend` is `None`, and they concern every backend.
-    """
-
-    backend: str | None
+    backend: str
     test: str
     parameters: str
 
-    def concerns(self, backend: str) -> bool:
-        return self.backend in (None, backend)
-
 
 def name_of(item: pytest.Item) -> Name | None:
-    """The name of a test of the suite, or of another test that takes a backend; `None` for other tests."""
+    """The name of a test that takes a backend, as every test of the suite does; `None` for other tests."""
     spec = getattr(item, "callspec", None)
     backend = spec.params.get(PARAMETER) if spec is not None else None
-    if not isinstance(backend, str):  # pytest has a placeholder where there are no parameters
-        backend = None
-    if backend is None and not in_suite(item.path):
+    if spec is None or not isinstance(backend, str):  # pytest has a placeholder where there are no parameters
         return None
-    parameters = spec.id if spec is not None else ""
-    if backend is not None:
-        parameters = parameters.removeprefix(backend).removeprefix("-")
+    parameters = spec.id.removeprefix(backend).removeprefix("-")
     test = f"{item.path.stem}::{getattr(item, 'originalname', None) or item.name}"
     return Name(backend, f"{test}[{parameters}]" if parameters else test, parameters)
 
@@ -56,13 +46,11 @@ def modules() -> list[str]:
 class Collection:
     """The tests that one process of pytest has collected.
 
-    `known` are the suite's tests of all tiers, `wanted` those of the tier of this run before any are deselected, and
-    `selected` the node ids that will run.
+    `known` are the suite's tests of all tiers, and `wanted` those of the tier of this run, before any are deselected.
     """
 
     known: set[str] = dataclasses.field(default_factory=set)
-    wanted: dict[str, tuple[str | None, str]] = dataclasses.field(default_factory=dict)
-    selected: set[str] = dataclasses.field(default_factory=set)
+    wanted: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def add(self, tests: Iterable[Any], tier: str) -> None:
         """Adds all tests of a module of the suite, also where the command line names only some."""
@@ -78,19 +66,12 @@ class Collection:
         """The modules of the suite that the command line leaves out."""
         return sorted(set(modules()) - {test.partition("::")[0] for test in self.known})
 
-    def left_out(self, backend: str) -> list[str]:
-        """The tests of the tier that were deselected, by `-k`, `-m`, a plugin or a node id on the command line."""
-        return self._tests(backend, set(self.wanted) - self.selected)
-
     def not_run(self, backend: str, finished: Iterable[str]) -> list[str]:
-        """The tests that were selected and have no outcome."""
-        return self._tests(backend, (set(self.wanted) & self.selected) - set(finished))
+        """The tests of the tier that have no outcome: they were deselected, or the run stopped before them."""
+        named = (self.wanted[node] for node in set(self.wanted) - set(finished))
+        return sorted(test for about, test in named if about == backend)
 
     def unknown(self, expected: Iterable[str]) -> list[str]:
         """The tests that are expected to fail and do not exist in the modules that were collected."""
         elsewhere = self.uncollected
         return sorted(test for test in expected if test not in self.known and test.partition("::")[0] not in elsewhere)
-
-    def _tests(self, backend: str, nodes: Iterable[str]) -> list[str]:
-        named = (self.wanted[node] for node in nodes)
-        return sorted(test for about, test in named if about in (None, backend))

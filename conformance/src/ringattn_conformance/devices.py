@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from . import run_options
+from . import tiers
 
 if TYPE_CHECKING:
     import jax
@@ -29,7 +29,7 @@ def set_environment() -> None:
     if "jax" not in sys.modules:
         os.environ.setdefault(PREALLOCATE, "false")
         if COUNT_FLAG not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={run_options.LARGEST}".strip()
+            os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={tiers.RINGS[-1]}".strip()
 
 
 def own_first() -> "list[jax.Device]":

@@ -23,6 +23,8 @@ BESIDE: Final[dict[str, dict[str, tuple[Any, ...]]]] = _TABLE["beside"]
 NARROW: Final = (0, 1, (0, 1), (0, None), (None, 0))
 MASKS: Final = ("window", "chunk", "segments", "positions", "builder", "dense_mask")
 MOST_MASKS: Final = 2
+FAR_APART: Final = ("soft_cap", "scale", "slopes")
+"""Options with which some scores are far above others."""
 SHARE: Final = 0.3
 """How often a call has an option."""
 SCORES: Final = 2**21
@@ -46,11 +48,12 @@ def draw(seed: int) -> Entry:
             entry[other] = rng.choice(values)
     reach = max(_reach(entry.get("window")), _reach(entry.get("chunk")))
     sizes["lengths"] = rng.choice([one for one in SIZES["lengths"] if max(one) > reach])
-    if max(sizes["lengths"]) > 2000:  # so large an index matters to dropout alone, where most keys are seen
-        entry = {name: x for name, x in entry.items() if name not in MASKS} | {"dropout": 0.5}
+    if max(sizes["lengths"]) > 2000:  # the last of so many keys count where all are seen, alike and in float32
+        entry = {name: x for name, x in entry.items() if name not in (*MASKS, *FAR_APART)} | {"dropout": 0.5}
+        sizes["dtype"] = "float32"
     elif sizes["lengths"][0] == 1:
-        entry.setdefault("positions", "at-the-end")  # at the start a causal query sees one key
-    if entry.get("builder") == "seven":
+        entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # the first query sees one key
+    if entry.get("builder") == "of-heads":
         sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= 7])
     if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:
         entry["positions"] = "extreme"  # a position less the side is below int32

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
+from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from . import domains, tiers
 from .cases import DTYPES, ENTRIES, Case, of_entry
+from .outcomes import features_of
 from .ranks import Placement
 from .tiers import RINGS
 
@@ -29,34 +31,34 @@ class Point:
         return self.name
 
 
-def points(largest: int = RINGS[-1]) -> list[Point]:
-    """Every named case on every ring of at most `largest` ranks and in every layout.
+def calls(features: Collection[Feature], seed: int) -> list[Point]:
+    """Every call that a backend with these features is judged by, the calls that the seed draws among them."""
+    return [*points(), *mixtures(features), *drawn((*ENTRIES["values"], *domains.today(seed)), features)]
+
+
+def points() -> list[Point]:
+    """Every named case on every ring and in every layout.
 
     The tiers core and full have each case in one place, which `cases.json` names; the exhaustive tier has all.
     """
     found = []
     for entry in ENTRIES["named"]:
-        chosen = _point(entry, largest)
+        chosen = _point(entry)
         everywhere = (
             _at(chosen.case, ring, layout, (ring + place) % 2 == 0)
             for ring, (place, layout) in itertools.product(RINGS, enumerate(LAYOUTS))
-            if ring <= largest and chosen.case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])
+            if chosen.case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])
         )
         found += [chosen, *(one for one in everywhere if one.name != chosen.name)]
     return found
 
 
-def mixtures(features: Collection[Feature], largest: int = RINGS[-1]) -> list[Point]:
+def mixtures(features: Collection[Feature]) -> list[Point]:
     """The calls with many options at once, for a backend with these features."""
-    return drawn(ENTRIES["mixtures"], features, largest)
+    return drawn(ENTRIES["mixtures"], features)
 
 
-def values(features: Collection[Feature], seed: int) -> list[Point]:
-    """The calls drawn from the domains of all values: those of the release, and those that the seed draws."""
-    return drawn((*ENTRIES["values"], *domains.today(seed)), features, 1)
-
-
-def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature], largest: int) -> list[Point]:
+def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature]) -> list[Point]:
     """The calls without what a backend does not declare; of those that are then the same, the first.
 
     A call of an undeclared dtype has a declared one instead, so that all its options still meet.
@@ -64,7 +66,7 @@ def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature], l
     dtypes = [name for name in DTYPES if Feature[name.upper()] in features]
     found: dict[Any, Point] = {}
     for number, entry in enumerate(entries if dtypes else ()):
-        point = _point(entry, largest)
+        point = _point(entry)
         case, placement = point.case, point.placement
         if case.dtype not in dtypes:
             case = dataclasses.replace(case, dtype=dtypes[number % len(dtypes)])
@@ -76,19 +78,26 @@ def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature], l
     return list(found.values())
 
 
-def _point(entry: Mapping[str, Any], largest: int) -> Point:
-    """The case of an entry in its own place; if that ring is too large, on the largest that the lengths fit."""
-    case, layout = of_entry(entry), entry["layout"]
-    name = f"{case}-ring{entry['ring']}-{layout}"
-    ring = entry["ring"] if entry["ring"] <= largest else _largest(case, layout, largest)
-    placement = Placement(ring, layout if ring > 1 else LAYOUTS[0], check_vma=entry["check_vma"])
-    return Point(name, case, placement, entry["tier"])
+def untried(backend: str, tier: str, seed: int) -> list[str]:
+    """Each declared feature that no call of the tier has in one of the declared dtypes."""
+    declared, largest = features_of(backend), discovery.get(backend).descriptor().largest_head
+    dtypes = {Feature[name.upper()] for name in DTYPES} & declared
+    met = [
+        point.case.needs
+        | point.placement.needs
+        | (frozenset() if point.case.forward else {Feature.GRADIENTS} & declared)
+        for point in calls(declared, seed)
+        if tiers.contains(tier, point.tier) and (largest is None or point.case.widest <= largest)
+    ]
+    halves = {(Feature.PRECISION, Feature.FLOAT16), (Feature.PRECISION, Feature.BFLOAT16)}
+    pairs = {(feature, dtype) for feature in declared - dtypes for dtype in dtypes} - halves
+    untried = [pair for pair in pairs if not any({*pair} <= needs <= declared for needs in met)]
+    return sorted(f"{feature.name} in {dtype.name.lower()}" for feature, dtype in untried)
 
 
-def _at(case: Case, ring: int, layout: str, check_vma: bool) -> Point:
-    return Point(f"{case}-ring{ring}-{layout}", case, Placement(ring, layout, check_vma=check_vma), tiers.EXHAUSTIVE)
+def _point(entry: Mapping[str, Any]) -> Point:
+    return _at(of_entry(entry), entry["ring"], entry["layout"], entry["check_vma"], entry["tier"])
 
 
-def _largest(case: Case, layout: str, largest: int) -> int:
-    rings: Iterable[int] = reversed([ring for ring in RINGS if ring <= largest])
-    return next(ring for ring in rings if ring == 1 or case.fits(ring, layout))
+def _at(case: Case, ring: int, layout: str, check_vma: bool, tier: str = tiers.EXHAUSTIVE) -> Point:
+    return Point(f"{case}-ring{ring}-{layout}", case, Placement(ring, layout, check_vma=check_vma), tier)

@@ -9,23 +9,18 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from . import notes, oracle, tolerances
+from . import oracle, tolerances
 from .cases import Case
 from .ranks import Local, Placed, run
 
 
-def supports(backend: str, *features: Feature) -> bool:
-    """Whether a backend declares full support for all of these features."""
-    return not lacking(backend, features)
-
-
-def lacking(backend: str, features: Iterable[Feature]) -> list[Feature]:
-    descriptor = discovery.get(backend).descriptor()
-    return [feature for feature in features if not descriptor.supports(feature)]
-
-
 def features_of(backend: str) -> frozenset[Feature]:
+    """The features that a backend declares to support in full."""
     return frozenset(filter(discovery.get(backend).descriptor().supports, Feature))
+
+
+def supports(backend: str, *features: Feature) -> bool:
+    return features_of(backend).issuperset(features)
 
 
 def declared(backend: str, case: Case, *kept: Feature) -> Case:
@@ -40,9 +35,8 @@ def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
     The refusal names the backend and one of the features.
     """
     features = frozenset(features)
-    missing = lacking(backend, features)
+    missing = features - features_of(backend)
     if not missing:
-        notes.needs(features)
         yield True
         return
     with pytest.raises(UnsupportedFeatureError) as refusal:
@@ -68,7 +62,7 @@ def agrees(
     gradients = supports(placed.backend, Feature.GRADIENTS) and not case.forward if gradients is None else gradients
     asked = {*needs, Feature.GRADIENTS} if gradients else {*needs}
     largest = discovery.get(placed.backend).descriptor().largest_head
-    if largest is not None and max(case.head_dim, case.value_dim) > largest:
+    if largest is not None and case.widest > largest:
         with pytest.raises(UnsupportedFeatureError, match=placed.backend):
             run(placed, gradients, local)
         return

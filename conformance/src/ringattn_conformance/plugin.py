@@ -5,20 +5,19 @@ Nothing here imports JAX before the suite is asked for.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import date
 from typing import Any, Final
 
 import pytest
 
-from . import devices, expectations, results, run_options, tiers, tolerance_factor
+from . import devices, expectations, results, run_options, tiers
 from .collection import PARAMETER
 from .recorder import Recorder
 from .results import DTYPES
 
-STEPS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_value": 1, "ringattn_forward_mixture": 6}
-"""The test parameters that are calls. The number says which of them run: every one, or every sixth. Mixtures without
-gradients compile as another program, so only every sixth runs."""
+POINT: Final = "ringattn_point"
+"""The test parameter that is a call and where it runs."""
 PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
@@ -48,8 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
         devices.set_environment()
-        config.add_cleanup(functools.partial(setattr, tolerance_factor, "factor", tolerance_factor.factor))
-        tolerance_factor.factor = config.option.ringattn_tolerance_factor
+        from . import tolerances
+
+        config.add_cleanup(functools.partial(setattr, tolerances, "factor", tolerances.factor))
+        tolerances.factor = config.option.ringattn_tolerance_factor
         if config.option.ringattn_seed is None:  # before workers start, which get the options of this process
             config.option.ringattn_seed = int(date.today().strftime("%Y%m%d"))
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
@@ -62,49 +63,31 @@ def _concerns(options: Any, args: Iterable[str]) -> bool:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    recorder = config.pluginmanager.get_plugin(RECORDER)
-    if recorder is None:
+    if not config.pluginmanager.has_plugin(RECORDER):
         return []
     options, versions = config.option, results.versions()
     lines = [f"ringattn: {', '.join(f'{name} {version}' for name, version in versions.items())}"]
-    lines += [f"ringattn backend: {described(name)}" for name in backends(config)]
-    lines.append(f"ringattn tier: {options.ringattn_tier}, rings of up to {options.ringattn_largest_ring}, "
-                 f"seed {options.ringattn_seed}")  # fmt: skip
+    lines.append(f"ringattn backend: {', '.join(backends(config))}")
+    lines.append(f"ringattn tier: {options.ringattn_tier}, seed {options.ringattn_seed}")
     if options.ringattn_tolerance_factor != 1:
         lines.append(f"ringattn tolerances: TIMES {options.ringattn_tolerance_factor:g}")
-    expected = sum(len(recorder.expected.of(name)) for name in backends(config))
-    lines += [f"ringattn expected failures: {expected}"] if expected else []
     variables = ", ".join(f"{name}={value}" for name, value in results.variables().items())
     return [*lines, "ringattn environment: " + (variables or "nothing set")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    name = next((name for name in STEPS if name in metafunc.fixturenames), None)
-    if name is not None:
+    if POINT in metafunc.fixturenames:
+        from . import lattice
+        from .outcomes import features_of
+
         found = [
             pytest.param(backend, point, id=f"{backend}-{point}", marks=tiers.mark(point.tier))
             for backend in backends(metafunc.config)
-            for point in _points(name, backend, metafunc.config.option)[:: STEPS[name]]
+            for point in lattice.calls(features_of(backend), metafunc.config.option.ringattn_seed)
         ]
-        metafunc.parametrize((PARAMETER, name), found)
+        metafunc.parametrize((PARAMETER, POINT), found)
     elif PARAMETER in metafunc.fixturenames:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
-
-
-def _points(name: str, backend: str, options: Any) -> Sequence[Any]:
-    from . import lattice
-    from .outcomes import features_of
-
-    largest, features = options.ringattn_largest_ring, features_of(backend)
-    if name == "ringattn_value":
-        return lattice.values(features, options.ringattn_seed)
-    return lattice.points(largest) if name == "ringattn_point" else lattice.mixtures(features, largest)
-
-
-@pytest.fixture
-def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
-    """The largest ring on which cases run, by the option of the command line."""
-    return request.config.option.ringattn_largest_ring
 
 
 def backends(config: pytest.Config) -> list[str]:
@@ -144,13 +127,3 @@ def unusable(name: str) -> str | None:
     if not any(dtype.name in DTYPES for dtype in descriptor.features):
         return f"its descriptor declares no dtype. Declare at least one of {', '.join(DTYPES)}"
     return None
-
-
-def described(name: str) -> str:
-    """A line about a backend: name, distribution, version and devices."""
-    import jax
-    from ringattn_core.backends import discovery
-
-    found = discovery.registrations()[name]
-    seen = jax.devices()
-    return f"{name} of {found.distribution} {found.version} on {len(seen)} {seen[0].platform} devices"

@@ -17,7 +17,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
-from . import devices, notes, oracle
+from . import devices, oracle
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 
 RING: Final = "ring"
@@ -198,7 +198,6 @@ def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Arr
 def run(placed: Placed, gradients: bool = True, local: Local | None = None) -> dict[str, np.ndarray]:
     """The outputs and, by name, every gradient of one compiled call of `local`, in natural order."""
     everywhere = placed.everywhere(local)
-    notes.ring(placed.placement.ring, placed.placement.emulated)
     if not gradients:
         outputs = jax.jit(everywhere)(placed.operands, placed.fixed)
         return placed.natural(dict(zip(placed.outputs, outputs, strict=True)))

@@ -6,15 +6,14 @@ from typing import Any, Final
 
 import pytest
 
-from . import notes, results, run_options, tiers
+from . import results, run_options, tiers
 from .collection import Collection, Name, in_suite, name_of
 from .expectations import Expectations
-from .results import Ran, Results
+from .results import Results
 from .wrong import Wrong
 
 NAME: Final = "ringattn_name"
-NOTES: Final = "ringattn_notes"
-"""The properties of a test report that carry the test's name and notes to the process that reports."""
+"""The property of a test report that carries the test's name to the process that reports."""
 COLLECTION: Final = "ringattn_collection"
 """The entry of a worker's output with its collection."""
 PHASES: Final = ("setup", "call", "teardown")
@@ -26,7 +25,8 @@ class Recorder:
     def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
         self.config, self.expected, self.backends = config, expected, backends
         self.collection = Collection()
-        self.tests: dict[str, Ran] = {}
+        self.tests: dict[str, tuple[Name, str]] = {}
+        self.causes: dict[tuple[str, str], str] = {}
         self.crashed: list[str] = []
         self.workers: list[Any] = []
         self.results: Results = {"backends": {}}
@@ -47,13 +47,11 @@ class Recorder:
         """Marks the tests that are expected to fail."""
         for item in items:
             name = name_of(item)
-            reason = self.expected.of(name.backend).get(name.test) if name and name.backend else None
+            reason = self.expected.of(name.backend).get(name.test) if name else None
             if reason is not None:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.collection.selected = {item.nodeid for item in session.items}
+    def pytest_collection_finish(self) -> None:
         output: Any = getattr(self.config, "workeroutput", None)  # only the workers of pytest-xdist have it
         if output is not None:
             output[COLLECTION] = vars(self.collection)
@@ -65,19 +63,23 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-        """Adds to every failure the command that runs the test alone, and to every test its name and notes."""
+        """Adds to every failure the command that runs the test alone, and to every test its name."""
         name = name_of(item)
         if name is not None and call.when == "setup":
             item.user_properties.append((NAME, (name.backend, name.test, name.parameters)))
-            notes.take()
-        if name is not None and call.when == "call":
-            item.user_properties.append((NOTES, notes.take()))
         done = yield
-        if done.failed and name is not None and name.backend:
-            if call.excinfo is not None and isinstance(call.excinfo.value, Wrong):
-                done.longrepr = str(call.excinfo.value)  # where the suite raised it says nothing of the backend
+        if done.failed and name is not None:
+            if call.excinfo is not None:
+                done.longrepr = self.told(call.excinfo, name.test) or done.longrepr
             done.sections.append(("run this alone", self.alone(item, name.backend)))
         return done
+
+    def told(self, error: pytest.ExceptionInfo[BaseException], test: str) -> str | None:
+        """What replaces the traceback: where the suite found wrong results, or an earlier test had the same error."""
+        if isinstance(error.value, Wrong):
+            return str(error.value)  # where the suite raised it says nothing of the backend
+        first = self.causes.setdefault((error.exconly(), str(error.traceback[-1])), test)
+        return None if first == test else f"{error.typename} as in {first}"
 
     def alone(self, item: pytest.Item, backend: str) -> str:
         """The command that runs one test with the options of this run."""
@@ -92,10 +94,9 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: Any = dict(report.user_properties)
         if NAME in properties and (report.when == "call" or not report.passed):
-            before = self.tests.get(report.nodeid)
-            if before is None or before.outcome != "failed":  # a later phase overwrites no failure
-                known = properties.get(NOTES) or (before.notes if before else {})
-                self.tests[report.nodeid] = Ran(Name(*properties[NAME]), outcome_of(report), known)
+            _, before = self.tests.get(report.nodeid, (None, None))
+            if before != "failed":  # a later phase overwrites no failure
+                self.tests[report.nodeid] = Name(*properties[NAME]), outcome_of(report)
         elif report.failed and report.when not in PHASES:
             self.crashed.append(report.nodeid)
 
@@ -116,12 +117,15 @@ class Recorder:
             results.write(option.ringattn_report, self.results)
 
     def _of_backend(self, name: str, collection: Collection) -> Results:
-        tests, reasons = [ran for ran in self.tests.values() if ran.name.concerns(name)], self.expected.of(name)
+        from . import lattice
+
+        tests = {of.test: outcome for of, outcome in self.tests.values() if of.backend == name}
+        reasons = self.expected.of(name)
         lists = {
             "unknown": collection.unknown(reasons),
-            "deselected": collection.left_out(name),
             "not_run": collection.not_run(name, self.tests),
             "uncollected": collection.uncollected,
+            "untried": lattice.untried(name, self.config.option.ringattn_tier, self.config.option.ringattn_seed),
             "crashed": self.crashed,
         }
         return results.of_backend(name, tests, lists, reasons)

@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of a run as plain data, whether they earn the certificate, and the lines that say so."""
 
-import dataclasses
 import datetime
 import json
 import os
 import platform
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from . import notes
-from .collection import Name
 from .tiers import RINGS
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """The version of the file: raised when a field is removed or changes its meaning, not when one is added."""
 DTYPES: Final = ("FLOAT32", "FLOAT16", "BFLOAT16")
 SPOILING: Final = {
     "failed": "failed",
     "unexpected_pass": "passed unexpectedly",
     "unknown": "expected to fail and not in the suite",
-    "deselected": "deselected",
     "skipped": "skipped",
-    "not_run": "selected and not run",
+    "not_run": "not run",
     "crashed": "crashed the process",
 }
 """The lists of a backend's tests that spoil the certificate, and what those tests did."""
@@ -45,15 +40,6 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 Results = dict[str, Any]
 """Plain data, as JSON holds it."""
-
-
-@dataclasses.dataclass
-class Ran:
-    """One finished test. `outcome` is a key of `WORDS`."""
-
-    name: Name
-    outcome: str
-    notes: Mapping[str, Any]
 
 
 def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_status: int) -> Results:
@@ -77,15 +63,15 @@ def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_sta
     return found | {"backends": dict(backends)}
 
 
-def of_backend(name: str, tests: Iterable[Ran], lists: Mapping[str, Collection[str]], reasons: Any) -> Results:
-    """What is known of one backend. `lists` has what did not run; `reasons` the failures that are expected."""
+def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collection[str]], reasons: Any) -> Results:
+    """What is known of one backend: by test its outcome, a key of `WORDS`; what did not run; and reasons to fail."""
     from ringattn_core.backends import discovery
     from ringattn_core.contract.features import Feature
 
-    registration, tests = discovery.registrations()[name], list(tests)
+    registration = discovery.registrations()[name]
     descriptor = registration.descriptor()
     declared = [feature.name for feature in Feature if descriptor.supports(feature)]
-    ids = {outcome: sorted(ran.name.test for ran in tests if ran.outcome == outcome) for outcome in WORDS}
+    ids = {outcome: sorted(test for test, of_test in tests.items() if of_test == outcome) for outcome in WORDS}
     expected = ids.pop("expected_failure")
     passed = len(ids.pop("passed"))
     return {
@@ -100,39 +86,7 @@ def of_backend(name: str, tests: Iterable[Ran], lists: Mapping[str, Collection[s
         "expected_failure": {test: reasons.get(test, "") for test in expected},
         **ids,
         **{what: sorted(tests) for what, tests in lists.items()},
-        "untried": untried(declared, tests),
-        "rings": _rings(tests),
-        "worst": _worst(tests),
     }
-
-
-def untried(declared: Collection[str], tests: Iterable[Ran]) -> list[str]:
-    """Each declared feature and declared dtype that no passing test compared with the oracle together."""
-    met = [set(ran.notes["needed"]) for ran in tests if ran.outcome == "passed" and ran.notes.get("worst")]
-    halves = [("PRECISION", dtype) for dtype in DTYPES[1:]]
-    pairs = [(one, dtype) for one in declared if one not in DTYPES for dtype in DTYPES if dtype in declared]
-    found = [f"{one} in {dtype.lower()}" for one, dtype in pairs
-             if (one, dtype) not in halves and not any({one, dtype} <= needed for needed in met)]  # fmt: skip
-    return found + [one for one in declared if one in DTYPES and not any(one in needed for needed in met)]
-
-
-def _rings(tests: Iterable[Ran]) -> dict[str, dict[str, int]]:
-    """The number of tests by the size of the ring: on real devices, and emulated on one."""
-    counts = Counter((ranks, how) for ran in tests for ranks, how in ran.notes.get("rings", ()))
-    sizes = sorted({ranks for ranks, _ in counts})
-    return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
-
-
-def _worst(tests: Iterable[Ran]) -> dict[str, dict[str, Any]]:
-    """By dtype and result, of all errors the one that is the largest part of its tolerance, and its test."""
-    worst: dict[str, dict[str, Any]] = {}
-    for ran in tests:
-        for dtype, results in ran.notes.get("worst", {}).items():
-            known = worst.setdefault(dtype, {})
-            for result, error in results.items():
-                if result not in known or notes.share(error) > notes.share(known[result]):
-                    known[result] = {**error, "test": ran.name.test}
-    return worst
 
 
 def judged(backend: Results, run: Results) -> Results:
@@ -145,20 +99,19 @@ def judged(backend: Results, run: Results) -> Results:
         reasons += [f"{what}: " + ", ".join(first) + (f" and {others} more" if others > 0 else "")] if first else []
     if (factor := options["tolerance_factor"]) > 1:
         reasons.append(f"every tolerance was multiplied by {factor:g}")
-    if (largest := options["largest_ring"]) < RINGS[-1]:
-        reasons.append(f"no case was tried on a ring of more than {largest} by turns")
-    if not {platform, "gpu" if platform == "cuda" else platform} & {*backend["platforms"]}:
-        reasons.append(f"it ran on {platform}, and declares {', '.join(backend['platforms'])}")
     if run["exit_status"] not in _COMPLETE:
         reasons.append(f"pytest ended with exit status {run['exit_status']}")
-    return {"given": not reasons, "tier": options["tier"], "spoiled_by": reasons}
+    passed, here = not reasons, {platform, "gpu" if platform == "cuda" else platform} & {*backend["platforms"]}
+    if not here:
+        reasons.append(f"it ran on {platform}, and declares {', '.join(backend['platforms'])}")
+    return {"given": not reasons, "passed": passed, "tier": options["tier"], "spoiled_by": reasons}
 
 
 def lines(backend: Results, run: Results) -> list[str]:
     """What the end of a run says of one backend, before the verdict."""
-    found = [
-        "rings: " + (", ".join(f"{ranks} {_kinds(counts)}" for ranks, counts in backend["rings"].items()) or "none")
-    ]
+    devices, found = run["devices"]["count"], []
+    if devices < RINGS[-1]:
+        found.append(f"rings of more than {devices} ranks were emulated by one device")
     if run["options"]["tolerance_factor"] != 1:
         found.append(f"EVERY TOLERANCE TIMES {run['options']['tolerance_factor']:g}")
     for key, what in SPOILING.items():
@@ -180,22 +133,21 @@ def title(name: str, backend: Results, run: Results) -> str:
 def verdict(backend: Results) -> str:
     """Whether the certificate is given, and why not."""
     certificate, expected = backend["certificate"], len(backend["expected_failure"])
+    tier, why = f"the {certificate['tier']} tier", "; ".join(certificate["spoiled_by"])
     if certificate["given"]:
         half = ", with partial results in half precision" if backend["half_partials"] else ""
         but = half + (f", with {expected} expected failure{'s' * (expected > 1)}" if expected else "")
-        return f"CERTIFIED for the {certificate['tier']} tier{but}"
+        return f"CERTIFIED for {tier}{but}"
+    if certificate["passed"]:
+        return f"PASSED {tier}, all {backend['passed']} tests, without a certificate: {why}"
     failed = any(backend[what] for what in FAILING)
     though = "" if failed else f", though {backend['passed']} tests passed and none failed"
-    return f"NOT CERTIFIED for the {certificate['tier']} tier{though}: {'; '.join(certificate['spoiled_by'])}"
+    return f"NOT CERTIFIED for {tier}{though}: {why}"
 
 
 def _listed(what: str, tests: Collection[str]) -> list[str]:
     more = [f"  and {len(tests) - LISTED} more"] if len(tests) > LISTED else []
     return [f"{what}:", *(f"  {test}" for test in list(tests)[:LISTED]), *more] if tests else []
-
-
-def _kinds(counts: Mapping[str, int]) -> str:
-    return " and ".join(how for how, count in counts.items() if count)
 
 
 def write(path: Path, found: Results) -> None:

@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a run of the suite: pytest has them with the prefix `--ringattn-`, the command line without."""
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
-from . import tiers, tolerance_factor
+from . import tiers
 
 BACKEND: Final = "--ringattn-backend"
-LARGEST: Final = tiers.RINGS[-1]
+
+
+def _factor(text: str) -> float:
+    """A positive number; raises ValueError otherwise."""
+    found = float(text)
+    if not 0 < found < math.inf:
+        raise ValueError(text)
+    return found
+
+
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "tier": {
         "choices": list(tiers.TIERS),
         "default": tiers.FULL,
         "help": "how much is tried (default: %(default)s). " + "; ".join(f"{n}: {x}" for n, x in tiers.TIERS.items()),
     },
-    "largest-ring": {
-        "type": int,
-        "choices": range(1, LARGEST + 1),
-        "default": LARGEST,
-        "metavar": "RANKS",
-        "help": "no rotating case on a ring of more ranks (default: %(default)s), which spoils the certificate; for "
-        "backends that are slow to interpret",
-    },
     "tolerance-factor": {
-        "type": tolerance_factor.parsed,
+        "type": _factor,
         "default": 1.0,
         "metavar": "X",
         "help": "multiply every tolerance; more than 1 spoils the certificate",
@@ -46,7 +48,7 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 """The name of each option, and the arguments of `add_argument` for it."""
-RECORDED: Final = ("tier", "largest-ring", "tolerance-factor", "seed")
+RECORDED: Final = ("tier", "tolerance-factor", "seed")
 """The options that the results list."""
 
 

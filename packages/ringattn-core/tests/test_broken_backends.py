@@ -42,7 +42,10 @@ KERNEL = """
         def __repr__(self): raise RuntimeError("no text")
     class Half:
         forward = taken
-    KERNEL, DEAF, HALF, NUMBER = Kernel(), Deaf(), Half(), 3
+    class Restless(Kernel):
+        def __hash__(self): return 1
+        def __eq__(self, other): return False
+    KERNEL, DEAF, HALF, RESTLESS, NUMBER = Kernel(), Deaf(), Half(), Restless(), 3
     EQUAL = type("Equal", (Kernel,), {"__eq__": lambda *_: True})()
     def no(): return False
     def crash(): raise OSError("libfoo.so: \\n  cannot open")
@@ -80,6 +83,7 @@ SOURCES = {
 LOADED = {
     "a kernel that is missing": ("kernel='bad_kernel:NOBODY'", "has no attribute 'NOBODY'"),
     "a kernel without backward": ("kernel='bad_kernel:HALF'", "a block kernel needs backward"),
+    "a kernel that is not equal to itself": ("kernel='bad_kernel:RESTLESS'", "JAX would compile anew for every call"),
     "a kernel without a hash": ("kernel='bad_kernel:EQUAL'", "unhashable type: 'Equal'"),
     "a kernel whose attributes raise": ("kernel='bad_kernel:DEAF'", "RuntimeError: no forward"),
     "a ring that is a number": ("kernel=None, ring='bad_kernel:NUMBER'", "a ring function must be callable, got 3"),

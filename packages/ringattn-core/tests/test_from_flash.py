@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from ringattn_core import Backend, Feature, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
-from ringattn_core.errors import KernelError
+from ringattn_core.errors import BackendLoadError
 from ringattn_core.ring import plan
 
 CALLS: list[tuple[Any, ...]] = []
@@ -137,13 +137,10 @@ def test_only_nvidia_gpus_copy():
     }
 
 
-@pytest.mark.parametrize(
-    "options", [dict(sliding_window=3), dict(logits_soft_cap=5.0), dict(q_segment_ids=np.zeros((2, 16), np.int32))]
-)
-def test_an_option_that_the_functions_do_not_know_raises_even_if_the_backend_declares_it(options: dict[str, Any]):
-    everything = Backend("all", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")
+def test_a_descriptor_that_declares_what_the_functions_cannot_have_is_refused():
+    beyond = Backend("beyond", 1, ("cpu",), {*FEATURES, Feature.RETURN_LSE, Feature.BIAS}, kernel="nowhere:KERNEL")
     with (
-        registered(everything, KERNEL),
-        pytest.raises(KernelError, match="a feature which no kernel of from_flash has"),
+        registered(beyond, KERNEL),
+        pytest.raises(BackendLoadError, match="declares BIAS, RETURN_LSE, which its kernel cannot have"),
     ):
-        ring_attention(*arrays(16), backend="all", causal=True, **options)
+        ring_attention(*arrays(16), backend="beyond", causal=True)

@@ -4,16 +4,16 @@
 from typing import Any
 
 import numpy as np
-from ringattn_conformance import blocks
-from ringattn_conformance.blocks import random_ids as ids
-from ringattn_conformance.blocks import random_mask as dense_mask
+import random_blocks
+from random_blocks import random_ids as ids
+from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Causal, Numpy, Prefix
 
 
 def make_block(batch: int = 2, q_length: int = 41, kv_length: int = 53, heads: int = 2, **fields: Any) -> Block:
-    """`ringattn_conformance.blocks.make_block`, with other sizes unless they are given."""
-    return blocks.make_block(batch, q_length, kv_length, heads, **fields)
+    """`random_blocks.make_block`, whose queries and keys by default fill no whole number of tiles."""
+    return random_blocks.make_block(batch, q_length, kv_length, heads, **fields)
 
 
 def scattered(seed: int, *shape: int) -> np.ndarray:

@@ -4,10 +4,10 @@
 from typing import Any
 
 import numpy as np
+import random_blocks
 from jax.extend.core import Literal
-from ringattn_conformance import blocks
-from ringattn_conformance.blocks import random_ids as ids
-from ringattn_conformance.blocks import random_mask as dense_mask
+from random_blocks import random_ids as ids
+from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Causal, Numpy, Prefix
 
@@ -15,9 +15,9 @@ TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 
 def make_block(*sizes: int, tiles: tuple[int, int] | None = None, **fields: Any) -> Block:
-    """`ringattn_conformance.blocks.make_block`, with queries and keys in such `tiles` in both passes."""
+    """`random_blocks.make_block`, with queries and keys in such `tiles` in both passes."""
     params = {} if tiles is None else {"params": {"q_blocksize": tiles[0], "kv_blocksize": tiles[1]}}
-    return blocks.make_block(*sizes, **params, **fields)
+    return random_blocks.make_block(*sizes, **params, **fields)
 
 
 def mask_in_tiles(length: int, tile: int) -> np.ndarray:

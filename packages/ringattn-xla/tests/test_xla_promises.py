@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from ringattn_conformance.blocks import make_block
+from random_blocks import make_block
 from ringattn_core import ring_attention
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial

@@ -8,18 +8,18 @@ import jax
 import pytest
 from ringattn_core.backends import discovery
 
-from ringattn_conformance import devices, tiers, tolerance_factor
+from ringattn_conformance import devices, tiers, tolerances
 
-OPTIMISED: Final = ("test_determinism", "test_numerics")
-"""Modules that test the program as users compile it."""
+OPTIMISED: Final = "test_numerics"
+"""The module that tests the program as users compile it."""
 
 
 @pytest.fixture(autouse=True)
 def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Turns most of XLA's optimisation off on the CPU, except in the `OPTIMISED` modules and the exhaustive tier."""
+    """Turns most of XLA's optimisation off on the CPU, except in the `OPTIMISED` module and the exhaustive tier."""
     module = request.module.__name__.rpartition(".")[2]
     exhaustive = request.config.getoption("ringattn_tier") == tiers.EXHAUSTIVE
-    quick = not exhaustive and jax.default_backend() == "cpu" and module not in OPTIMISED
+    quick = not exhaustive and jax.default_backend() == "cpu" and module != OPTIMISED
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quick or before)
     yield
@@ -27,12 +27,9 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def tolerances_of_the_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def tolerances_of_the_backend(ringattn_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the tolerances for a test's backend: larger ones if it has partial results in half precision."""
-    parameters = getattr(request.node, "callspec", None)
-    name = parameters and parameters.params.get("ringattn_backend")
-    half = bool(name) and discovery.get(name).descriptor().half_partials
-    monkeypatch.setattr(tolerance_factor, "half_partials", half)
+    monkeypatch.setattr(tolerances, "half_partials", discovery.get(ringattn_backend).descriptor().half_partials)
 
 
 @pytest.fixture(autouse=True)

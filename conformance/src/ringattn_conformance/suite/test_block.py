@@ -9,23 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
+from ringattn_core.config import RingAttentionConfig
+from ringattn_core.contract import packing
 from ringattn_core.contract.features import Feature
-from ringattn_core.contract.protocol import BlockKernel, Gradients
+from ringattn_core.contract.protocol import Block, BlockKernel, Gradients
 from ringattn_core.placement.arrays import axes_with, cleaned
+from ringattn_core.ring import blocks as ring_blocks
+from ringattn_core.ring import engine
+from ringattn_core.ring.sends import KV
 
-from ringattn_conformance import notes, tiers, tolerance_factor, tolerances, wrong
-from ringattn_conformance.blocks import blocks_of
-from ringattn_conformance.cases import CASES, Case
-from ringattn_conformance.lattice import points
+from ringattn_conformance import tiers, tolerances, wrong
+from ringattn_conformance.cases import CASES, KEYWORDS, OPERANDS, Case
 from ringattn_conformance.outcomes import supports
+from ringattn_conformance.ranks import static_options
 
 SHARDS = 2
 NEEDS = frozenset({Feature.GRADIENTS, Feature.CROSS_LENGTHS})
 """A block has all queries and half of the keys."""
 _OF_KEYS = axes_with(Gradients, "S")
 """The gradients that each block gives for its own keys. The others are sums over the blocks."""
-
-
 CHOSEN = tuple(case for case in CASES if case.sinks is None and case.kv_length % SHARDS == 0)
 
 
@@ -36,7 +39,22 @@ def _kernel(backend: str) -> BlockKernel | None:
     return None if getattr(kernel, "static_masks", False) else kernel
 
 
-def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:
+def _blocks(case: Case, shards: int) -> list[Block]:
+    """All queries against each of `shards` equal shards of the keys, made by core's ring engine."""
+    options, inputs = static_options(case), case.inputs
+    config = options.pop("cfg", RingAttentionConfig())
+    options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
+    arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
+    call = validated(**arrays, **options, ranks=1)
+    ring, location = engine.prepared(None, call, (0, 1))
+    whole = ring_blocks.block(ring, call, location, KV(packing.pack(call.key, call.value)), 0)
+    whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
+    size = whole.kv_length // shards
+    return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
+
+
+def _forward_and_backward(kernel: BlockKernel, blocks: list[Block], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:
     partial = None
     for block in blocks:
         partial = kernel.forward(block, partial)
@@ -50,15 +68,14 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dls
     return partial, dq, found
 
 
-@tiers.mark(tiers.CORE, *(point.case.name for point in points() if point.tier == tiers.CORE and point.case in CHOSEN))
+@tiers.core
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
     kernel = _kernel(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
-    notes.needs(case.needs | NEEDS)
     inputs, answer = case.inputs, case.answer
-    blocks = [dataclasses.replace(one, bias_fixed=case.bias_fixed) for one in blocks_of(case, inputs, SHARDS)]
+    blocks = _blocks(case, SHARDS)
     dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
     dout = cleaned(jnp.asarray(inputs.dout), blocks[0].q_segments)
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
@@ -70,7 +87,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
     faults += tolerances.against_oracle(got, answer, tolerances.dtype_of(case), case.value_gain)
-    if not tolerance_factor.half_partials:
+    if not tolerances.half_partials:
         faults += tolerances.rounded_to_half(got, answer)
     wrong.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
 
@@ -81,7 +98,7 @@ def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
         return
     case = Case("unseen-block", causal=True)
-    own, unseen = blocks_of(case, case.inputs, SHARDS)
+    own, unseen = _blocks(case, SHARDS)
     own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
     before = jax.jit(lambda: kernel.forward(own, None))()
     after = jax.jit(lambda: kernel.forward(unseen, before))()

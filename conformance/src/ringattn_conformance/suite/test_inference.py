@@ -33,10 +33,10 @@ class WholeQueries(Placed):
         return PartitionSpec(*(None if x == RING else x for x in split)) if name in ("q", "out", "lse") else split
 
 
-def _placed(name: str, backend: str, largest: int, tokens: int = QUERIES) -> Placed:
+def _placed(name: str, backend: str, tokens: int = QUERIES) -> Placed:
     """The case of that name, with this number of queries. Rings and layouts differ from one case to the next."""
     number = list(CASES).index(name)
-    ring = min(RINGS[number % len(RINGS)], largest)
+    ring = RINGS[number % len(RINGS)]
     layout = LAYOUTS[(number + 1) % len(LAYOUTS)] if ring > 1 else LAYOUTS[0]
     return place(dataclasses.replace(CASES[name], q_length=tokens), Placement(ring, layout), backend)
 
@@ -59,26 +59,26 @@ def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> t
 
 @tiers.mark(tiers.CORE, "plain")
 @pytest.mark.parametrize("name", CASES)
-def test_an_offset_places_queries_in_a_longer_sequence(ringattn_backend: str, name: str, ringattn_largest_ring: int):
-    placed = _placed(name, ringattn_backend, ringattn_largest_ring)
+def test_an_offset_places_queries_in_a_longer_sequence(ringattn_backend: str, name: str):
+    placed = _placed(name, ringattn_backend)
     _agrees(placed, lambda arrays: placed.local(arrays, {}, query_offset=LENGTHS - QUERIES))
 
 
 @tiers.mark(tiers.CORE, "plain")
 @pytest.mark.parametrize("name", CASES)
-def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str, ringattn_largest_ring: int):
+def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str):
     """It has no gradients, and needs a kernel of one block."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
-        placed = _placed(name, ringattn_backend, ringattn_largest_ring)
+        placed = _placed(name, ringattn_backend)
         _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="queries"), gradients=False)
 
 
 @tiers.mark(tiers.CORE, "3-plain", "3-everything")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_decoding_from_a_cache(ringattn_backend: str, tokens: int, name: str, ringattn_largest_ring: int):
+def test_decoding_from_a_cache(ringattn_backend: str, tokens: int, name: str):
     """One new token, or a few. Keys stay where they are, so it needs a kernel of one block."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
-        placed = _placed(name, ringattn_backend, ringattn_largest_ring, tokens)
+        placed = _placed(name, ringattn_backend, tokens)
         whole = WholeQueries(placed.case, placed.placement, placed.backend, placed.inputs)
         _agrees(whole, lambda arrays: _from_cache(decode_attention, whole, arrays), gradients=False)

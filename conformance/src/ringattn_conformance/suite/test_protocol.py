@@ -7,13 +7,11 @@ import sys
 from importlib import metadata
 
 from ringattn_core.backends import discovery
-from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
 
 pytestmark = tiers.core
 FORBIDDEN = ("triton", "jax_triton", "jax.experimental.pallas", "jax._src.pallas")
-DTYPES = (Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16)
 LOADS_INERTLY = """
 import sys
 from importlib import metadata
@@ -38,8 +36,5 @@ def test_importing_the_descriptor_imports_no_kernel_and_touches_no_device(ringat
 
 
 def test_what_is_registered_is_well_formed(ringattn_backend: str):
-    """Core raises for a wrong field, a class, a kernel without its methods, or a ring function of another signature."""
-    found = discovery.get(ringattn_backend)
-    assert any(found.descriptor().supports(dtype) for dtype in DTYPES), "it supports no dtype at all"
-    kernel = found.implementation()
-    assert hash(kernel) == hash(kernel) and kernel == kernel, "it is compiled anew for every call: its hash changes"
+    """Core raises for a wrong field, a class, a hash that changes, a missing method, or another signature."""
+    discovery.get(ringattn_backend).implementation()

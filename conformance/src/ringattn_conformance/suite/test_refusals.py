@@ -25,17 +25,12 @@ def _call(feature: Feature, backend: str) -> Placed:
     return place(case, Placement(2, OF_LAYOUTS.get(feature, "contiguous"), emulated=True), backend)
 
 
-def _trace(placed: Placed, feature: Feature) -> None:
-    everywhere = placed.everywhere()
-    if feature is Feature.GRADIENTS:
-        jax.eval_shape(with_gradients(everywhere), placed.operands, placed.fixed, placed.cotangents)
-    else:
-        jax.eval_shape(everywhere, placed.operands, placed.fixed)
-
-
 @tiers.core
 @pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
 def test_a_feature_is_answered_or_refused(ringattn_backend: str, feature: Feature):
     placed = _call(feature, ringattn_backend)
     with owed(ringattn_backend, placed.case.needs | placed.placement.needs | {feature}):
-        _trace(placed, feature)
+        if feature is Feature.GRADIENTS:
+            jax.eval_shape(with_gradients(placed.everywhere()), placed.operands, placed.fixed, placed.cotangents)
+        else:
+            jax.eval_shape(placed.everywhere(), placed.operands, placed.fixed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output, the lse and every gradient are the oracle's: options alone, edge cases and long sequences."""
+"""Output, lse and gradients are the oracle's: for one option, many at once, and values from the whole range of each."""
 
 import pytest
 from ringattn_core.backends import discovery

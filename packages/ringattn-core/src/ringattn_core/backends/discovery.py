@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ..contract.backend import API_VERSIONS, Backend
+from ..contract.features import Feature
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,
@@ -81,7 +82,7 @@ class Registration:
 
         def load() -> Any:
             loaded = imported(path) if self.given is None else self.given
-            _check_kernel(loaded) if backend.kernel else _check_ring(loaded)
+            _check_kernel(loaded, {*backend.features}) if backend.kernel else _check_ring(loaded)
             return loaded
 
         return _tried(self.name, self.distribution, f"cannot load {path}", load)
@@ -119,13 +120,18 @@ def imported(path: str) -> Any:
     return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
-def _check_kernel(kernel: Any) -> None:
+def _check_kernel(kernel: Any, features: set[Feature]) -> None:
     if isinstance(kernel, type):
         raise TypeError("it is a class, not an instance of one")
-    hash(kernel)  # raises if it has no hash: JAX compiles once for each kernel
-    missing = [name for name in ("forward", "backward") if not callable(getattr(kernel, name, None))]
+    if hash(kernel) != hash(kernel) or kernel != kernel:
+        raise TypeError("its hash changes, or it is not equal to itself: JAX would compile anew for every call")
+    methods = ("forward", "backward") if Feature.GRADIENTS in features else ("forward",)
+    missing = [name for name in methods if not callable(getattr(kernel, name, None))]
     if missing:
         raise TypeError(f"a block kernel needs {' and '.join(missing)}, which {kernel!r} lacks")
+    beyond = sorted(feature.name for feature in features - getattr(kernel, "features", features))
+    if beyond:
+        raise TypeError(f"its descriptor declares {', '.join(beyond)}, which its kernel cannot have")
 
 
 def _check_ring(ring: Any) -> None:

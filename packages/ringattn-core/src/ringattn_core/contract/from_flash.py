@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from ..errors import KernelError
+from .features import Feature
 from .merge import merge, merging
 from .ordering import later_than_its_send
 from .protocol import Block, BlockKernel, Gradients, Partial
@@ -23,6 +24,11 @@ It is finite, because some kernels treat an infinite `lse` as a special case.
 """
 
 
+FEATURES: Final = frozenset({
+    Feature.GRADIENTS, Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16, Feature.CAUSAL, Feature.GROUPED_HEADS,
+    Feature.CROSS_LENGTHS, Feature.UNEQUAL_VALUE_DIM, Feature.SINKS, Feature.ZIGZAG, Feature.STRIPED,
+})  # fmt: skip
+"""All that a backend may declare with a kernel that `from_flash` has made; CROSS_LENGTHS only without CAUSAL."""
 _OF_OPTIONS: Final = tuple(
     field.name
     for field in dataclasses.fields(Block)
@@ -72,9 +78,8 @@ class FlashBackward(Protocol):
 def from_flash(forward: FlashForward, backward: FlashBackward) -> BlockKernel:
     """Makes a block kernel that calls `forward` and `backward` on parts of a block, with a causal mask or with none.
 
-    Equal functions make equal kernels. A backend with such a kernel may declare GRADIENTS, dtypes, CAUSAL,
-    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG and STRIPED. It must not declare RETURN_LSE: `backward`
-    computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
+    Equal functions make equal kernels. A backend with such a kernel may declare the `FEATURES` of this module, and not
+    RETURN_LSE: `backward` computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
     """
     return _FlashKernel(forward, backward)
 
@@ -84,6 +89,7 @@ class _FlashKernel:
     flash_forward: FlashForward
     flash_backward: FlashBackward
     static_masks = True
+    features = FEATURES
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         self._check(block, "forward")

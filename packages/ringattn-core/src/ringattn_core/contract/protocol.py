@@ -215,9 +215,9 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. One attribute is optional: `static_masks = True` asks for
-    `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own keys then compile apart from the
-    others.
+    The object is hashable: JAX compiles once for each. Without the feature GRADIENTS it needs no `backward`. Two
+    attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does; the
+    blocks of a rank's own keys then compile apart from the others. `features` are all that a descriptor may declare.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

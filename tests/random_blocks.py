@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks for kernels that are tested without a ring: those of a case, and any of random numbers."""
+"""Blocks of random numbers, for the tests of kernels without a ring."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,17 +7,10 @@ from typing import Any, Final, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from ringattn_core.call.validation import validated
-from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract import packing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.ring import engine
-from ringattn_core.ring.blocks import block
-from ringattn_core.ring.sends import KV
-
-from .cases import KEYWORDS, OPERANDS, Case, Inputs
-from .ranks import static_options
 
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
 _OPTIONAL: Final = tuple(field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type))
@@ -61,17 +54,3 @@ def random_ids(batch: int, length: int) -> np.ndarray:
 def random_mask(*shape: int) -> np.ndarray:
     """A dense mask that is true in three of five places."""
     return np.random.default_rng(3).random(shape) < 0.6
-
-
-def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
-    """All queries against each of `shards` equal shards of the keys, made by core's ring engine."""
-    options = static_options(case)
-    config = options.pop("cfg", RingAttentionConfig())
-    options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
-    arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
-    call = validated(**arrays, **options, ranks=1)
-    ring, location = engine.prepared(None, call, (0, 1))
-    whole = block(ring, call, location, KV(packing.pack(call.key, call.value)), 0)
-    size = whole.kv_length // shards
-    return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
