@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--checkpoints", help="a folder that all hosts share; without it nothing is saved")
     parser.add_argument("--distributed", nargs="?", const="", help="no value, or by hand HOST:PORT,PROCESSES,ID")
+    parser.add_argument("--heartbeat", type=int, default=100, help="seconds after which a dead process ends the others")
     parser.add_argument("--check", nargs="?", const=1e-4, type=float, help="the largest difference; 1e-4 by default")
     return parser.parse_args()
 
@@ -182,7 +183,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", a.cpu)
     if a.distributed is not None:
         named: Any = [int(part) if part.isdigit() else part or None for part in a.distributed.split(",")]
-        jax.distributed.initialize(*named)
+        jax.distributed.initialize(*named, heartbeat_timeout_seconds=a.heartbeat, shutdown_timeout_seconds=a.heartbeat)
     say = functools.partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
     sizes: dict[str, int] = dict(zip(("fsdp", "tp", "sp"), map(int, a.mesh.split(",")), strict=True))
     losses = train(a, ring_mesh(axis_sizes=sizes), a.checkpoints, say)

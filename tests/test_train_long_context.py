@@ -52,7 +52,7 @@ def test_it_trains_as_one_device_does_and_two_processes_resume_it(tmp_path: Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    join = [("--cpu", "4", "--distributed", f"{coordinator},2,{process}") for process in range(2)]
+    join = [("--cpu", "4", "--heartbeat", "60", "--distributed", f"{coordinator},2,{n}") for n in range(2)]
     first, second = outputs(*(started(*training, *options) for options in join))
     resumed = losses(first)
     assert "resumed after step 2" in first and list(resumed) == [3, 4]

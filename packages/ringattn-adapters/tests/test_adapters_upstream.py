@@ -185,7 +185,7 @@ class TestOfLinen:
 
     REFUSED = {  # noqa: RUF012
         "complex numbers": ({}, {}, jnp.complex64, "query: has dtype complex64"),
-        "sown weights": ({}, {"sow_weights": True}, jnp.float32, r"module \(sow_weights=True\): needs the attention"),
+        "sown weights": ({}, {"sow_weights": True}, jnp.float32, r"module \(sow_weights=True\): is set, and"),
         "one dropout for all heads": ({"dropout_rate": 0.1, "deterministic": False}, {}, jnp.float32, "broadcast_dro"),
         "64 bits": ({}, {}, jnp.float64, "query: has dtype float64"),
     }
@@ -246,5 +246,5 @@ class TestOfNnx:
 
     def test_sown_weights_are_refused(self):
         layer = nnx.MultiHeadAttention(**self.LAYER, decode=False, attention_fn=ring_attention_fn(), rngs=nnx.Rngs(0))
-        with pytest.raises(InputError, match=r"module \(sow_weights=True\): needs the attention weights"):
+        with pytest.raises(InputError, match=r"module \(sow_weights=True\): is set, and"):
             layer(jnp.ones((4, 6, 3)), sow_weights=True)

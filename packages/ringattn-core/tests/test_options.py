@@ -13,7 +13,7 @@ from ringattn_core import Feature, per_shard, ring_attention
 from ringattn_core.backends.selection import select
 from ringattn_core.call import dispatch, options
 from ringattn_core.call.validation import validated
-from ringattn_core.contract.call import IN_BLOCK
+from ringattn_core.contract.call import ARRAYS
 from ringattn_core.errors import InputError
 
 T, N = 8, 2
@@ -45,7 +45,7 @@ def test_a_call_needs_the_features_that_the_conformance_suite_says(
 
 
 def test_a_call_is_a_pytree_of_its_arrays() -> None:
-    assert set(IN_BLOCK) == set(options.ARRAYS)
+    assert set(ARRAYS) == set(options.ARRAYS)
     call = validated(Q, K, V, causal=True, alibi_slopes=jnp.ones(Q.shape[2]))
     leaves, tree = jax.tree.flatten(call)
     assert len(leaves) == 4

@@ -81,7 +81,7 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
 ):
     """Contiguous shards send their end. In zigzag order both chunks do: one onward, the other back."""
     (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
-    assert dict(zip(level.offsets[1:], level.rows[1:], strict=True)) == rows
+    assert dict(zip(level.distances[1:], level.rows[1:], strict=True)) == rows
     assert [step.keys for step in level.forward[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
     back = [step.gradients for step in (*level.backward, level.own)]
     assert back == [None, *(Send(-offset) for offset in rows)]
@@ -157,4 +157,4 @@ def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():
 
 def test_more_hops_than_are_unrolled_are_passed_on_also_where_others_are_left_out():
     (level,) = levels(Rule(1.0, sliding_window=(40, 0)), Shards("contiguous", 16), (4, 4), ("sp",), (16,))
-    assert level.offsets == tuple(range(11)) and level.rows is None
+    assert level.distances == tuple(range(11)) and level.rows is None

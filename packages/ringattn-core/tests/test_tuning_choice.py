@@ -22,7 +22,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.ring import engine
-from ringattn_core.tuning import choice, forget, overlay, policy
+from ringattn_core.tuning import choice, forget, overlay
 from ringattn_core.tuning.problem import of_call
 from traced_calls import forget_traced_calls
 
@@ -63,9 +63,9 @@ X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sp",))
 
 
-def searches(monkeypatch: pytest.MonkeyPatch, fastest: Any) -> None:
-    """Puts `fastest` in the place of the search of `ringattn-tools`, whether that is installed or not."""
-    monkeypatch.setitem(sys.modules, "ringattn_tools.search", SimpleNamespace(fastest=fastest))
+def searches(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
+    """Puts `tune` in the place of the search of `ringattn-tools`, whether that is installed or not."""
+    monkeypatch.setitem(sys.modules, "ringattn_tools.search", SimpleNamespace(tune=tune))
     monkeypatch.setitem(sys.modules, "ringattn_tools", SimpleNamespace())
 
 
@@ -77,11 +77,11 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     kernel = discovery.get("mine").implementation()
     kernel.tunings = []
 
-    def fastest(registration: Any, problem: Any, default: Any) -> Any:
+    def tune(problem: Any, registration: Any) -> None:
         kernel.tunings.append(problem)
-        return SimpleNamespace(config=TUNED, trials=())
+        choice.store(registration, problem, TUNED, [])
 
-    searches(monkeypatch, fastest)
+    searches(monkeypatch, tune)
     yield kernel
     forget_traced_calls()
 
@@ -248,7 +248,7 @@ class TestThePolicy:
         ran(mine)
         if unset == "RINGATTN_CACHE_DIR":
             monkeypatch.delenv("RINGATTN_CACHE_DIR")
-        monkeypatch.setattr(policy.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(choice.jax, "process_count", lambda: 2)
         assert ran(mine) == (OWN if unset == "RINGATTN_CACHE_DIR" else TUNED)
         assert ran(mine, causal=True) == OWN
         assert len(mine.tunings) == 1

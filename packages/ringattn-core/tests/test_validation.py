@@ -85,10 +85,12 @@ OPTIONS = {
         dict(mask_builder=lambda *_: Causal() & Document(np.zeros(5, int))), "returned a mask of shape (5, 5)"
     ),
     "predicate of numbers": (
-        dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))), "returned float32"
+        dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))),
+        "It needs booleans, true where a query sees a key",
     ),
     "predicate of another shape": (
-        dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))), "returned shape (3, 5)"
+        dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))),
+        "returned bool of shape (3, 5). It needs booleans",
     ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),

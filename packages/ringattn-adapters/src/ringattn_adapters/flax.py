@@ -14,7 +14,7 @@ from ringattn_core import ring_attention
 from ringattn_core.errors import InputError
 
 from .masks import with_masks
-from .options import as_array, checked, dropout_options, dtype_of, errors_in_terms_of
+from .options import as_array, checked, dropout_options, dtype_of, errors_in_terms_of, refuse
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """Flax's names for options of `ring_attention` that its layers pass."""
@@ -54,14 +54,10 @@ def ring_attention_fn(**options: Any) -> Callable[..., jax.Array]:
         is_causal: bool = False,
     ) -> jax.Array:
         """Attention over arrays [*batch, length, heads, head size], with the arguments of Flax's own function."""
-        _refuse_weights(
-            {
-                "module (sow_weights=True)": module,
-                "einsum_dot_general": einsum_dot_general,
-                "qk_attn_weights_einsum": qk_attn_weights_einsum,
-                "attn_weights_value_einsum": attn_weights_value_einsum,
-            }
-        )
+        weights = {"module (sow_weights=True)": module, "einsum_dot_general": einsum_dot_general}
+        weights |= {"qk_attn_weights_einsum": qk_attn_weights_einsum}
+        weights |= {"attn_weights_value_einsum": attn_weights_value_einsum}
+        refuse(weights, "It needs the attention weights, which a ring never holds: use Flax's own function")
         given = tuple(as_array(name, x) for name, x in zip(NAMES, (query, key, value), strict=True))
         q, k, v = _promoted(given, dtype, promote_dtype)
         batch = _batch_axes(q, k, v)
@@ -90,15 +86,6 @@ def ring_attention_fn(**options: Any) -> Callable[..., jax.Array]:
         return out.reshape(*batch, *out.shape[1:])
 
     return attention_fn
-
-
-def _refuse_weights(given: dict[str, Any]) -> None:
-    """Refuses arguments that read or compute the matrix of attention weights."""
-    for argument, x in given.items():
-        if x is not None:
-            raise InputError(
-                argument, "needs the attention weights, which a ring never holds", "Leave it out, or use Flax's own"
-            )
 
 
 def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[jax.Array, ...]:

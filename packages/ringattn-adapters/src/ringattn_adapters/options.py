@@ -34,6 +34,14 @@ def checked(given: Mapping[str, Any], renamed: Mapping[str, str], options: Colle
     return dict(given)
 
 
+def refuse(given: Mapping[str, Any], remedy: str) -> None:
+    """Raises for the first argument of the other library that is set: neither `None`, `False`, 0 nor empty."""
+    for name, x in given.items():
+        unset = x is None or (isinstance(x, bool | int | float | str | tuple) and not x)
+        if not unset:
+            raise InputError(name, "is set, and the adapter does not translate it", remedy)
+
+
 @contextlib.contextmanager
 def errors_in_terms_of(renamed: Mapping[str, str]) -> Iterator[None]:
     """Makes an `InputError` of `ring_attention` name the argument as the library does."""

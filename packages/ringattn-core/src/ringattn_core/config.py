@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Self
 
 from .errors import InputError, did_you_mean
@@ -12,19 +12,33 @@ from .errors import InputError, did_you_mean
 _EJKERNEL_FIELDS: Final = frozenset(
     ("blocksize_m", "blocksize_k", "blocksize_n", "blocksize_heads", "blocksize_keys", "num_key_splits")
 )
-_PLATFORM_ALIASES: Final = {"pallas": "tpu"}
 _HARDWARE: Final = frozenset(("cpu", "gpu", "mps"))
+"""Values of `ejkernel`'s field `backend`, which name no backend."""
 
 
-def _named(owner: str, extra: Any) -> dict[str, Any]:
-    """The values of the field `extra` by name; raises unless each has a name."""
+def _frozen(owner: str, extra: Any) -> tuple[tuple[str, Any], ...]:
+    """The values of the field `extra`, sorted by name, with tuples for lists; raises unless they can be hashed."""
     try:
-        found = dict(extra)
+        named = dict(extra)
+        if not all(isinstance(name, str) for name in named):
+            raise TypeError
+        frozen = tuple((name, _freeze(named[name])) for name in sorted(named))
+        hash(frozen)
     except (TypeError, ValueError):
-        found = None
-    if found is None or not all(isinstance(name, str) for name in found):
-        raise InputError(f"{owner}.extra", f"got {extra!r}", "Pass a dict of named values, or pairs of name and value")
-    return found
+        remedy = "Pass a dict of named values: numbers, strings or tuples"
+        raise InputError(f"{owner}.extra", f"got {extra!r}", remedy) from None
+    return frozen
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
+
+
+def _refuse_unknown(owner: str, given: Iterable[str], known: tuple[str, ...], remedy: str) -> None:
+    for name in given:
+        if name not in known:
+            fact = f"unknown field {name!r}{did_you_mean(name, known)}"
+            raise InputError(owner, fact, f"Known fields: {', '.join(known)}. {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +58,10 @@ class _Params:
             if size is None:
                 continue
             if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
-                raise InputError(
-                    f"{owner}.{name}",
-                    f"got {size!r}, not a positive integer",
-                    "Leave it None to let the backend choose",
-                )
+                fact, remedy = f"got {size!r}, not a positive integer", "Leave it None to let the backend choose"
+                raise InputError(f"{owner}.{name}", fact, remedy)
             object.__setattr__(self, name, int(size))
-        extra = _named(owner, self.extra)
-        frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
-        try:
-            hash(frozen)
-        except TypeError:
-            raise InputError(
-                f"{owner}.extra", f"{extra!r} cannot be hashed", "Use numbers, strings or tuples"
-            ) from None
-        object.__setattr__(self, "extra", frozen)
+        object.__setattr__(self, "extra", _frozen(owner, self.extra))
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -70,28 +73,21 @@ class _Params:
             return cls()
         if isinstance(value, cls):
             return value
+        fields: dict[str, Any]
         if isinstance(value, Mapping):
-            return cls._from_fields(dict(value), foreign=_EJKERNEL_FIELDS)
-        if dataclasses.is_dataclass(value) and not isinstance(value, (type, _Params)):
+            fields, foreign = dict(value), _EJKERNEL_FIELDS
+        elif dataclasses.is_dataclass(value) and not isinstance(value, (type, _Params)):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return cls._from_fields(fields, foreign=frozenset(fields))
-        raise InputError(
-            cls.__name__,
-            f"got {value!r}, a {type(value).__name__}",
-            f"Pass a {cls.__name__}, a dict of its fields, or None",
-        )
-
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any], foreign: frozenset[str]) -> Self:
-        known = {name: fields.pop(name) for name in (*_SIZES, "extra") if name in fields}
-        unknown = {name: value for name, value in fields.items() if name not in foreign}
-        _refuse_unknown(
-            cls.__name__, unknown, (*_SIZES, "extra"), "Values that only some backends read go in extra={...}"
-        )
-        more = {name: value for name, value in fields.items() if value is not None}
-        if more:
-            known["extra"] = {**_named(cls.__name__, known.get("extra") or ()), **more}
-        return cls(**known)
+            foreign = frozenset(fields)
+        else:
+            remedy = f"Pass a {cls.__name__}, a dict of its fields, or None"
+            raise InputError(cls.__name__, f"got {value!r}, a {type(value).__name__}", remedy)
+        known = (*_SIZES, "extra")
+        own = [name for name in fields if name in known or name not in foreign]
+        _refuse_unknown(cls.__name__, own, known, "Values that only some backends read go in extra={...}")
+        others = {name: x for name, x in fields.items() if name not in known and x is not None}
+        extra = dict(_frozen(cls.__name__, fields.get("extra", ()))) | others
+        return cls(**{name: fields[name] for name in _SIZES if name in fields}, extra=tuple(extra.items()))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set, as plain data; the inverse of `of`."""
@@ -146,28 +142,20 @@ class RingAttentionConfig:
             if not isinstance(value, str) or not value:
                 raise InputError(f"RingAttentionConfig.{name}", f"got {value!r}", f"Pass a name, or {default!r}")
             object.__setattr__(self, name, str(value))
-        named = _PLATFORM_ALIASES.get(platform, platform)
-        if platform != "auto" and backend not in ("any", "auto", named, *_HARDWARE):
-            raise InputError(
-                "RingAttentionConfig", f"platform={platform!r} and backend={backend!r} name two backends", "Pass one"
-            )
-
-    @classmethod
-    def of(cls, value: Any, argument: str) -> Self:
-        """Returns a configuration as it is, and makes one of a mapping of its fields. Errors name the `argument`."""
-        if isinstance(value, Mapping):
-            return cls.from_dict(value)
-        if not isinstance(value, cls):
-            fact = f"got {type(value).__name__}"
-            raise InputError(argument, fact, f"Pass a {cls.__name__}, or a dict of its fields")
-        return value
+        if platform != "auto" and backend not in ("any", "auto", self.backend_name, *_HARDWARE):
+            raise InputError("RingAttentionConfig", f"{platform=} and {backend=} name two backends", "Pass one")
 
     @property
     def backend_name(self) -> str | None:
         """The name of the backend asked for; `None` where any will do."""
         if self.platform != "auto":
-            return _PLATFORM_ALIASES.get(self.platform, self.platform)
+            return "tpu" if self.platform == "pallas" else self.platform
         return None if self.backend in ("any", "auto") else self.backend
+
+    @classmethod
+    def of(cls, value: Any, argument: str) -> Self:
+        """Returns a configuration as it is, and makes one of a mapping of its fields. Errors name the `argument`."""
+        return value if isinstance(value, cls) else cls.from_dict(value, argument)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which `from_dict` makes an equal configuration."""
@@ -179,12 +167,12 @@ class RingAttentionConfig:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; an unknown key raises an error that names it."""
+    def from_dict(cls, data: Mapping[str, Any], argument: str = "RingAttentionConfig") -> Self:
+        """The inverse of `to_dict`; an unknown key raises an error that names it. Errors name the `argument`."""
         if not isinstance(data, Mapping):
-            raise InputError(cls.__name__, f"got a {type(data).__name__}", "Pass a mapping")
-        names = tuple(field.name for field in dataclasses.fields(cls))
-        _refuse_unknown(cls.__name__, {name: data[name] for name in data if name not in names}, names, "Remove it")
+            remedy = f"Pass a {cls.__name__}, or a dict of its fields"
+            raise InputError(argument, f"got {type(data).__name__}", remedy)
+        _refuse_unknown(cls.__name__, data, tuple(field.name for field in dataclasses.fields(cls)), "Remove it")
         return cls(**data)
 
     def to_json(self) -> str:
@@ -192,9 +180,8 @@ class RingAttentionConfig:
         try:
             return json.dumps(self.to_dict(), sort_keys=True)
         except TypeError as error:
-            raise InputError(
-                type(self).__name__, f"cannot be written as JSON: {error}", "Keep numbers, strings and tuples in extra"
-            ) from error
+            fact, remedy = f"cannot be written as JSON: {error}", "Keep numbers, strings and tuples in extra"
+            raise InputError(type(self).__name__, fact, remedy) from error
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -204,14 +191,3 @@ class RingAttentionConfig:
         except (TypeError, ValueError) as error:
             raise InputError(cls.__name__, f"not JSON: {error}", "Pass what to_json wrote") from error
         return cls.from_dict(data)
-
-
-def _freeze(value: Any) -> Any:
-    return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _refuse_unknown(owner: str, unknown: Mapping[str, Any], known: tuple[str, ...], remedy: str) -> None:
-    for name in unknown:
-        raise InputError(
-            owner, f"unknown field {name!r}{did_you_mean(name, known)}", f"Known fields: {', '.join(known)}. {remedy}"
-        )

@@ -5,7 +5,6 @@ import difflib
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-_TOOLS = "ringattn-tools"
 OWN = ("xla", "triton", "tpu")
 """ringattn's own backends. The distribution of each is `ringattn-` and its name."""
 
@@ -70,10 +69,8 @@ class UnsupportedFeatureError(RingAttnError, NotImplementedError):
     def __init__(self, backend: str, feature: str, why: str, others: Sequence[str], installed: Sequence[str]):
         self.backend, self.feature, self.others = backend, feature, tuple(others)
         if others:
-            fallback = ", ".join(repr(name) for name in (backend, *others[:1]))
-            remedy = (
-                f"Installed backends that do: {', '.join(others)}. Pass backend=({fallback}) to allow the fallback."
-            )
+            fallback, able = f"{backend!r}, {others[0]!r}", ", ".join(others)
+            remedy = f"Installed backends that do: {able}. Pass backend=({fallback}) to allow the fallback."
         else:
             remedy = f"No installed backend does. Call without it{_or_add_xla(installed)}"
         super().__init__(f"backend {backend!r} does not support {feature} ({why}). {remedy}")
@@ -120,13 +117,12 @@ class BackendLoadError(RingAttnError, ImportError):
 class BackendVersionError(RingAttnError):
     """A backend was written for another version of the backend API."""
 
-    def __init__(self, name: str, distribution: str | None, api: int, supported: range):
+    def __init__(self, name: str, distribution: str, api: int, supported: range):
         self.backend, self.api = name, api
-        spoken = ", ".join(str(number) for number in supported)
-        owner = f" of {distribution}" if distribution else ""
-        upgrade = "ringattn-core" if api >= supported.stop else distribution or "the backend"
+        spoken = ", ".join(map(str, supported))
+        upgrade = "ringattn-core" if api >= supported.stop else distribution
         super().__init__(
-            f"backend {name!r}{owner} speaks backend API {api}; this ringattn-core speaks {spoken}. "
+            f"backend {name!r} of {distribution} speaks backend API {api}; this ringattn-core speaks {spoken}. "
             f"Upgrade the older side, {upgrade}"
         )
 
@@ -162,7 +158,8 @@ class ToolsNotFoundError(RingAttnError, ImportError):
     """`ringattn-tools`, the distribution of the command line and of the autotuner's search, is not installed."""
 
     def __init__(self, what: str):
-        super().__init__(f"{what} needs ringattn-tools, which is not installed. To add it: {from_clone(_TOOLS)}")
+        adding = from_clone("ringattn-tools")
+        super().__init__(f"{what} needs ringattn-tools, which is not installed. To add it: {adding}")
 
 
 class BackendUnavailableError(RingAttnError, RuntimeError):

@@ -118,12 +118,10 @@ def analyse(
 
     Raises the errors that the call would raise, except where no backend can run it: `refusal` then gives the reason.
     """
-    bare = shard(call)
-    size_of_heads = head_size(bare.call)
-    chosen, refusal = _choice(backend, bare.needs, platform, size_of_heads)
-    strategy = run.strategy_on(chosen, bare.call, call.ring, call.inner)
+    local = shard(call)
+    size_of_heads = head_size(local.call)
+    chosen, refusal = _choice(backend, local.needs, platform, size_of_heads)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
-    local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     hops, size = local.hops, tile_size(local, tile)
     work = Work.of_call(local.call, hops, np.zeros((call.ring, call.ring)))
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
@@ -131,13 +129,13 @@ def analyse(
     return CallAnalysis(
         call=call,
         platform=platform,
-        needs=tuple(feature.name for feature in Feature if feature in bare.needs),
-        backends=[_answer(chosen, *answer) for answer in selection.candidates(bare.needs, platform, size_of_heads)],
+        needs=tuple(feature.name for feature in Feature if feature in local.needs),
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(local.needs, platform, size_of_heads)],
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
         own_ring=own_ring,
-        strategy=strategy,
-        not_possible=run.refusals(chosen, bare.call, call.ring, call.inner),
+        strategy=run.strategy_on(chosen, local.call, call.ring, call.inner),
+        not_possible=run.refusals(chosen, local.call, call.ring, call.inner),
         lengths=local.lengths,
         tile=size,
         hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),

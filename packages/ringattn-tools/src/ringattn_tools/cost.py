@@ -196,7 +196,7 @@ def _steps(
     """
     work, device = kernels.work, kernels.device
     pairs = dict(zip(work.hops.offsets, work.of_hops, strict=True))
-    computes = [step.share * seconds_of(pairs[step.offset]) for step in steps]
+    computes = [seconds_of(pairs[step.offset]) if step.computed else 0.0 for step in steps]
     reach = [math.prod(work.hops.sizes[: level + 1]) for level in range(len(work.hops.sizes))]
     for number, step in enumerate(steps):
         for message in step.messages:
@@ -210,7 +210,7 @@ def _steps(
 
 
 def _name(work: Work, step: engine.Step) -> str:
-    if step.share == 0:
+    if not step.computed:
         return "first keys"
     return "kernel" if work.ranks == 1 else f"hop {work.hops.offsets.index(step.offset)}"
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import jax.numpy as jnp
 from ringattn_core.backends.discovery import on_clear
 from ringattn_core.tuning import cache
-from ringattn_core.tuning.policy import current
+from ringattn_core.tuning.choice import policy
 from ringattn_core.tuning.problem import machine
 
 from .work import operations
@@ -173,7 +173,7 @@ def tuned_rates(kind: str, backend: str | None, itemsize: int, head_dim: int) ->
 
     A process reads the tuning cache once, so results that it stores itself count only in later processes.
     """
-    if backend is None or current() == "off":
+    if backend is None or policy() == "off":
         return None
     return _tuned(machine(kind), backend).get((itemsize, head_dim))
 

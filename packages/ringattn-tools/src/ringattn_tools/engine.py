@@ -6,7 +6,7 @@ This is the only module here that imports `ringattn_core.ring`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -37,11 +37,11 @@ class Message(NamedTuple):
 class Step(NamedTuple):
     """A kernel with the keys that have travelled `offset` ranks, and the messages that leave before the kernel starts.
 
-    `share` is 1, or 0 for a step that only sends: it runs no kernel, so nothing hides its messages.
+    A step that is not `computed` only sends: it runs no kernel, so nothing hides its messages.
     """
 
     offset: int
-    share: float
+    computed: bool
     messages: tuple[Message, ...]
 
 
@@ -64,13 +64,10 @@ class Hops:
         return self.sources.shape[1]
 
 
-def hops_of_call(kernel: Any, call: Call, ranks: int, inner: int) -> Hops:
-    """The hops of `call`, a call of one rank, on a ring of `ranks` ranks, `inner` of them along its last mesh axis.
-
-    `kernel` is the block kernel that the engine would run, or `None` if there is none.
-    """
+def hops_of_call(call: Call, ranks: int, inner: int) -> Hops:
+    """The hops of `call`, a call of one rank, on a ring of `ranks` ranks, `inner` of them along its last mesh axis."""
     sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
-    ring, _ = engine.prepared(kernel, call, (0, *sizes))
+    ring, _ = engine.prepared(None, call, (0, *sizes))
     shard = _Shard(call.key.shape[1], call.key.size + call.value.size, call.query.dtype.itemsize)
     return _hops(ring.levels, ranks, shard)
 
@@ -122,7 +119,7 @@ def _forward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, .
     Keys have already travelled `base` ranks in the loops outside.
     """
     if not levels:
-        return (Step(base, 1.0, ()),)
+        return (Step(base, True, ()),)
     *inside, level = levels
     steps: list[Step] = []
     for step in level.forward:
@@ -133,10 +130,10 @@ def _forward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, .
 def _backward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
     """The steps of the backward pass, nested as in `_forward`. Each loop begins with a step that only sends."""
     if not levels:
-        return (Step(base, 1.0, ()),)
+        return (Step(base, True, ()),)
     *inside, level = levels
-    number, steps = len(inside), [Step(base, 0.0, tuple(_keys(len(inside), level.first, shard)))]
-    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.offsets) - 1)))
+    number, steps = len(inside), [Step(base, False, tuple(_keys(len(inside), level.first, shard)))]
+    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.distances) - 1)))
     for step, rows in zip((*level.backward, level.own), rows_before, strict=True):
         messages = _keys(number, step.keys, shard)
         if step.gradients is not None:

@@ -48,12 +48,12 @@ def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
     return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers)
 
 
-def shard(call: AbstractCall, kernel: Any = None) -> Shard:
-    """The shard of one rank. `kernel` is the block kernel that the engine would run, or `None` if there is none."""
+def shard(call: AbstractCall) -> Shard:
+    """The shard of one rank."""
     static: list[tuple[Hops, frozenset[Feature]]] = []
 
     def on_one_rank(local: Call) -> Call:
-        static.append((hops_of_call(kernel, local, call.ring, call.inner), options.needs(local)))
+        static.append((hops_of_call(local, call.ring, call.inner), options.needs(local)))
         return local
 
     stacked = trace(call, on_one_rank)

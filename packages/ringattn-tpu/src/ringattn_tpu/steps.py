@@ -70,9 +70,10 @@ def fits(batch: int, own: int, visiting: int) -> bool:
 def steps(
     block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, every_own: bool = False, one_list: bool = False
 ) -> Steps:
-    """The steps of a kernel over `block`, whose lengths are multiples of the tiles. `by_keys`: the kernel keeps keys.
+    """The steps of a kernel over `block`, whose lengths are multiples of the tiles.
 
-    `every_own` gives an idle step to each kept tile that sees nothing; `one_list` makes one list for all batch rows.
+    The kernel holds a query tile, or with `by_keys` a key tile, while it visits tiles of the other side. `every_own`
+    gives an idle step to a held tile without visible pairs; `one_list` makes one list for all batch rows.
     """
     some, full = tiles(block, q_tile, kv_tile)
     paired = _in_runs(block.q_index, q_tile)[None, :, None] & _in_runs(block.kv_index, kv_tile)[None, None]

@@ -17,7 +17,7 @@ _NEEDED: Final = f"NVIDIA GPUs of compute capability 8.0 (Ampere) and later, and
 
 
 def why_unavailable() -> str | None:
-    """Why the kernels cannot run on the devices that JAX sees here, or `None` where they can."""
+    """Why the kernels cannot run on the devices that JAX sees in this process, or `None` if they can."""
     return _why(jax.local_devices())
 
 
@@ -51,7 +51,7 @@ def _why_not_on(device: Any) -> str | None:
 
 
 def triton_version() -> tuple[int, ...]:
-    """The first two numbers of the version of Triton that is installed."""
+    """The first two numbers of the version of the installed Triton, such as `(3, 6)`."""
     import triton
 
     return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])

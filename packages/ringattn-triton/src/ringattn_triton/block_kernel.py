@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block kernel that core drives: it gives each block to the first family of kernels that takes it."""
+"""The block kernel that core calls: it gives each block to the first family of kernels that takes the block."""
 
 import functools
 from typing import Final, Protocol
@@ -15,10 +15,10 @@ from .tuning_candidates import candidate_configs
 
 
 class Family(Protocol):
-    """Kernels for some GPUs: a folder whose module `family` has these functions, listed in `FAMILIES`.
+    """A set of kernels for some GPUs: a folder whose module `family` has these functions, and which `FAMILIES` lists.
 
-    `why_not_forward` and `why_not_backward` give the reason why the family does not take a block on a device, or `None`
-    where it takes it. `forward` and `backward` are those of `ringattn_core.contract.protocol.BlockKernel`.
+    `why_not_forward` and `why_not_backward` say why the family cannot compute a block on a device, or return `None` if
+    it can. `forward` and `backward` are those of `ringattn_core.contract.protocol.BlockKernel`.
     """
 
     def why_not_forward(self, block: Block, target: Target) -> str | None: ...
@@ -39,11 +39,11 @@ class Family(Protocol):
 
 
 FAMILIES: Final[tuple[Family, ...]] = (hopper, portable)
-"""The first family that takes a block computes it. The last one takes every block."""
+"""In order of preference: the first family that takes a block computes it. The last family takes every block."""
 
 
 class TritonKernel:
-    """Blockwise attention on GPUs: every feature, heads of up to 256, the same bits at every run."""
+    """Attention of one block on GPUs: every feature, heads of up to 256, and by default the same bits at every run."""
 
     candidate_configs = staticmethod(candidate_configs)
 
@@ -63,7 +63,7 @@ class TritonKernel:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
-    """Runs under `jax.jit`, like `_backward`, so that equal blocks of all hops are traced once."""
+    """Computes a block by the first family that takes it; jitted, so that equal blocks of all hops are traced once."""
     family = next(family for family in FAMILIES if family.why_not_forward(block, target) is None)
     return family.forward(block, partial, target)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs of every kernel: a block's arrays in the order of the kernel's parameters, and compile-time constants.
 
-Nothing is copied or transposed. Shapes and strides are constants, an axis of length 1 has stride 0, and an array that
-the rule does not use is `None` and never read.
+No array is copied or transposed, except a bias by `with_transposed_bias`. Shapes and strides are constants, an axis of
+length 1 has stride 0, and an array that the call does not use is `None` and never read.
 """
 
 import dataclasses
@@ -20,24 +20,27 @@ from . import mask_bits
 LOG2_E: Final = math.log2(math.e)
 _INT32: Final = 2**31
 ENOUGH_HEADS: Final = 4
-"""The least number of heads, over all batch rows, that must share a bias for its transpose to be worth the copy."""
+"""How many heads, counted over all batch rows, must share a bias matrix `[T, S]` for a transposed copy of it to pay."""
 
 INPUTS: Final = (
     "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
     "kv_segments", "bias", "slopes", "mask_words", "mask_of_head", "dropout_keys",
 )  # fmt: skip
-"""The arrays that every kernel takes first, in this order; those after v are the fields of its parameter `P`."""
+"""The arrays that every kernel takes first, in this order. Those after v are the fields of the kernel's parameter
+`P`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConstants:
-    """The constants that a kernel is compiled for; `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
+    """The compile-time constants of a kernel for one block.
 
-    A product `q k` becomes a score by the factor `unbend`, or under a soft cap as `unbend * tanh(bend * q k)`, and a
-    bias and ALiBi are added. `plain`: nothing is added and `unbend` is positive. Kernels then leave `unbend` out,
-    because the largest product has the largest score. `fold` times the result of `scores.scored` is in units of log2.
-    `below`, `above`: a query sees no key before, or after, some position. `wide`: offsets into q, k, v and out need
-    int64; `wide_scores`: so do offsets into an array of queries times keys.
+    `x_batch`, `x_token`, `x_head`, `x_query` and `x_key` are strides of array `x`, in elements. The product `q k` of a
+    query and a key becomes a score by the factor `unbend`, or with a soft cap as `unbend * tanh(bend * q k)`; then a
+    bias is added and the ALiBi penalty subtracted. `plain`: there is neither bias nor ALiBi, and `unbend` is positive.
+    Kernels then leave `unbend` out of scores, because the largest product has the largest score. `fold` converts the
+    results of `scores.scored` to units of log2. `below`, `above`: a query sees no key below, or above, some position.
+    `fast`: kernels may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do
+    offsets into an array `[queries, keys]`.
     """
 
     q_length: int
@@ -94,12 +97,12 @@ class BlockConstants:
 
     @property
     def group(self) -> int:
-        """How many query heads read one key head."""
+        """How many query heads share one key head."""
         return self.heads // self.kv_heads
 
     @property
     def stacked(self) -> bool:
-        """Whether keys and values are one array, all keys first. The gradients are written in the same way."""
+        """Whether keys and values lie in one array, all keys before all values; dk and dv then share one array too."""
         return self.v_start > 0 and self.k_head == self.head_dim
 
     @property
@@ -112,7 +115,7 @@ class BlockConstants:
 
     @property
     def distances(self) -> bool:
-        """Whether scores depend on how far a query and a key are apart."""
+        """Whether scores depend on the distance between query and key, which is so with ALiBi."""
         return self.slopes
 
     @property
@@ -124,17 +127,17 @@ class BlockConstants:
 
     @property
     def by_head(self) -> bool:
-        """Whether an option other than a bias is read for each head."""
+        """Whether kernels read something for each head besides a bias: an ALiBi slope, a dropout key or a mask."""
         return self.slopes or self.dropout or self.masks
 
     @property
     def per_head_gradient(self) -> bool:
-        """Whether the call differentiates a parameter of each head (ALiBi slopes)."""
+        """Whether a parameter of each head has a gradient, which is so for ALiBi slopes."""
         return self.slopes
 
     @property
     def without_masks(self) -> "BlockConstants":
-        """The same without packed masks (`mask_bits`), for a kernel that reads their bits in its own way."""
+        """A copy with `masks` false, for a kernel that reads packed masks (`mask_bits`) in its own way."""
         return dataclasses.replace(self, masks=False)
 
     @property
@@ -143,19 +146,19 @@ class BlockConstants:
 
 
 class KernelInputs(NamedTuple):
-    """The operands of a kernel for one block: `arrays` by their names in `INPUTS`, and `constants`.
+    """The inputs of a kernel for one block: `arrays`, by their names in `INPUTS`, and `constants`.
 
-    Some inputs depend on the sizes of tiles, and `arrays` has none of these: `in_tiles` computes them, and returns all
-    inputs in the order of `INPUTS`.
+    `arrays` lacks the dropout counters, which depend on the sizes of tiles: `in_tiles` computes them.
     """
 
     arrays: dict[str, Any]
     constants: BlockConstants
 
     def with_transposed_bias(self) -> "KernelInputs":
-        """The same with queries on the last axis of the bias, for a kernel whose scores have keys as rows.
+        """These inputs with the bias transposed to `[b, n, S, T]`, for kernels whose tiles of scores have keys as rows.
 
-        Unchanged where few heads and batch rows share the bias, or all queries do: the copy would cost what it saves.
+        Returns these inputs unchanged if fewer than `ENOUGH_HEADS` heads share the bias (the copy would cost more than
+        it saves), or if the bias is missing or equal for all queries.
         """
         bias, constants = self.arrays["bias"], self.constants
         if bias is None or not constants.bias_query:
@@ -166,9 +169,10 @@ class KernelInputs(NamedTuple):
         return KernelInputs(self.arrays | {"bias": jnp.swapaxes(bias, 2, 3)}, changed)
 
     def key_gradients(self, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
-        """The outputs `DK` and `DV` of a backward kernel. If keys and values are `stacked`, `DK` holds dk and then dv.
+        """The shapes of the outputs `DK` and `DV` of a backward kernel.
 
-        A ring sends dk and dv on as one array. If a kernel has written them so, XLA need not copy them together.
+        If keys and values are `stacked`, `DK` holds dk and then dv, and `DV` is one element that is not used. A ring
+        sends dk and dv on as one array. If a kernel writes one array, XLA need not copy the two together.
         """
         if self.constants.stacked:
             return [jax.ShapeDtypeStruct(self.arrays["k"].shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
@@ -177,9 +181,9 @@ class KernelInputs(NamedTuple):
         return [jax.ShapeDtypeStruct((*tokens, dim), dtype) for dim in dims]
 
     def in_tiles(self, q_tile: int, kv_tile: int, of_all_keys: bool = False) -> list[jax.Array | None]:
-        """The arrays, with the dropout counters of tiles of these sizes.
+        """All arrays in the order of `INPUTS`, with dropout counters for these tile sizes; unused arrays are `None`.
 
-        `of_all_keys`: tiles of queries have a counter only if all tiles of keys have one.
+        `of_all_keys`: if any key tile has the counter -1, all query tiles get -1 too, so that no entries share draws.
         """
         found = dict(self.arrays)
         if self.constants.dropout:
@@ -191,7 +195,7 @@ class KernelInputs(NamedTuple):
 
 
 def of_block(block: Block, fast: bool = False) -> KernelInputs:
-    """The inputs of a block's kernels; `fast` allows the approximate instructions of NVIDIA GPUs."""
+    """The inputs of the kernels for `block`; `fast` lets them use NVIDIA's instructions, such as approximate tanh."""
     rule = block.rule
     batch, q_length, heads, head_dim = block.q.shape
     kv_length, kv_heads, value_dim = block.kv_length, block.kv_heads, block.value_dim
@@ -285,13 +289,14 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
 
 
 def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b tiles"]:
-    """The dropout counter of each tile's first token: half its index, or -1 if its tokens cannot share draws.
+    """The dropout counter of each tile's first token: half the token's index, or -1 if tokens cannot share draws.
 
-    They can if the indices of the tile are consecutive and begin at a multiple of 16 (`kernels.dropout`). Indices
-    increase, so the first and the last one tell. A tile that ends with padding, of index -1, is not consecutive.
+    The tokens of a tile can share draws if their indices are consecutive and begin at a multiple of 16
+    (`kernels.dropout`). Indices increase, so the first and the last index of a tile decide. Padding has index -1, so a
+    tile that ends with padding gets the counter -1.
     """
     more = -index.shape[1] % tile
-    # The padding of the last tile continues its indices.
+    # If the block ends within the last tile, the tile is filled up with the indices that would follow.
     following = index[:, -1:] + jnp.arange(1, more + 1, dtype=index.dtype)[None]
     filled = jnp.concatenate([index, following], 1) if more else index
     of_tile = filled.reshape(index.shape[0], -1, tile)
@@ -301,12 +306,12 @@ def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b ti
 
 
 def padded_dim(size: int) -> int:
-    """The power of two, 16 or more, in which a kernel holds vectors of this size."""
+    """The least power of two that is at least `size` and at least 16: the side of a tile that holds `size` elements."""
     return max(16, power_of_two(size))
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is not smaller."""
+    """The least power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
@@ -315,10 +320,10 @@ def _stride(x: jax.Array | None, axis: int) -> int:
 
 
 def _precision(asked: str | None, narrow: bool, fast: bool) -> str:
-    """The `input_precision` of `tl.dot` for the precision that the caller `asked` for. `narrow`: inputs of 16 bits.
+    """The `input_precision` of `tl.dot` for the precision `asked` by the caller. `narrow`: the inputs have 16 bits.
 
-    Products of 16-bit numbers are exact in any case. If `fast`, exact products of float32 numbers are three TF32
-    products each (`tf32x3`), which are as exact as float32 sums and run on tensor cores.
+    Products of 16-bit numbers are exact in any case. If `fast`, an exact product of float32 numbers is computed as
+    three TF32 products (`tf32x3`), which are as exact as float32 sums and run on tensor cores.
     """
     if narrow:
         return "ieee"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs masks that kernels cannot compute into bits: 32 keys to a word, key `j` in bit `j % 32`."""
+"""Packs masks that kernels cannot compute into words of 32 bits: each query has a bit for key `j`, bit `j % 32`."""
 
 from typing import Any, Final
 
@@ -11,14 +11,15 @@ from ringattn_core.masks import Coordinates, Mask
 
 BITS: Final = 32
 PAIRS_AT_ONCE: Final = 2**28
-"""The most pairs that are evaluated at a time of a mask that XLA may not fuse."""
+"""The most pairs of a query and a key that are evaluated at a time, for a mask that XLA might not fuse with the
+packing."""
 
 
 def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
     """The masks of a block packed in words of 32 keys, and for each head the number of its mask.
 
-    The numbers are `None` if every head has its own mask, or all heads share one. If the block has a dense mask and
-    masks of the rule, the mask of each head is the AND of both.
+    The numbers are `None` if every head has its own mask, or if all heads share one. If the block has both a dense mask
+    and masks in its rule, the mask of each head is the AND of both.
     """
     if not block.rule.masks:
         return of_dense(block), None
@@ -29,7 +30,7 @@ def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"]
 
 
 def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The words of each mask of the rule, and the number of each head's mask, `None` if there is only one mask."""
+    """The packed words of each mask of the rule, and each head's number of a mask (`None` if the rule has one mask)."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index)
     kv = Coordinates(*(_by_word(x, "edge") for x in (block.kv_positions, block.kv_index)))
@@ -42,10 +43,11 @@ def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] 
 
 
 def _of_mask(mask: Mask, q: Coordinates, kv: Coordinates) -> UInt32[Array, "b T W"]:
-    """The words of one mask, for keys that are grouped by word. If XLA might not fuse the mask, some rows at a time.
+    """The packed words of `mask`; the coordinates `kv` of keys are grouped by word (`_by_word`).
 
-    The words are made bit by bit. XLA then computes once what all keys of a word share. A sum of the bits across
-    threads took three times as long on an H200.
+    If XLA might not fuse the mask, only some queries are computed at a time. The words are made bit by bit: XLA then
+    computes only once what all keys of a word have in common. A sum of the bits across threads took three times as long
+    on an H200.
     """
 
     def of_rows(q: Coordinates) -> Any:
@@ -68,14 +70,14 @@ def _of_mask(mask: Mask, q: Coordinates, kv: Coordinates) -> UInt32[Array, "b T 
 
 
 def of_dense(block: Block) -> UInt32[Array, "b n T W"]:
-    """The words of the dense mask. XLA sums its bits while it reads them, without a copy of the mask."""
+    """The packed words of the dense mask. XLA sums the bits while it reads the mask, without a copy of the mask."""
     assert block.mask is not None
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
     return jnp.where(_by_word(block.mask, "constant"), bits, jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
 
 
 def _by_word(x: Array, mode: str) -> Array:
-    """Cuts the last axis into words. No kernel reads the padding in the last word."""
+    """Cuts the last axis into words of 32; fills the last word by `jnp.pad` with `mode`, but no kernel reads that."""
     more = -x.shape[-1] % BITS
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], mode=mode) if more else x
     return padded.reshape(*x.shape[:-1], -1, BITS)

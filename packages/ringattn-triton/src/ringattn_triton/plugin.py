@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of this backend that core reads; importing it imports no kernel."""
+"""Describes the `triton` backend to core; importing this module imports no kernel."""
 
 from typing import Final
 

@@ -10,7 +10,8 @@ from ringattn_core.tuning import Problem
 from .kernel_inputs import padded_dim
 
 Tiles = tuple[tuple[int, int, int], ...]
-"""`(queries, keys, warps)` of a program, from the busiest tensor cores to the fewest registers."""
+"""Tuples `(queries, keys, warps)`: the tile sizes and warps of a program. The first tuples keep tensor cores busiest,
+the last need the fewest registers."""
 
 _FORWARD: Final[Tiles] = ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 32, 4))
 _BACKWARD_KEYS: Final[Tiles] = ((64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4))
@@ -22,10 +23,10 @@ _STAGES: Final = (2, 3)
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """All schedules whose tiles are no longer than the block; an empty list where kernels are interpreted.
+    """The schedules to measure: all whose tiles are no longer than the block; none on a CPU (interpreted kernels).
 
-    A schedule that does not fit the device fails when it is tried. The backward pass has a kernel that owns keys and
-    one that owns queries: each schedule of one is combined with each schedule of the other that has as many stages.
+    A schedule that does not fit the device fails when it is tried. The backward pass has a kernel that owns keys and a
+    kernel that owns queries: each schedule of one is combined with each schedule of the other with equally many stages.
     """
     if problem.platform == "cpu":
         return []

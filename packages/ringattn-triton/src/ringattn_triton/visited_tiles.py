@@ -2,8 +2,8 @@
 """Which tiles each program visits, and which of them need a mask.
 
 A table holds a range of tiles for each program where the visible tiles form runs, and a list where masks scatter them.
-Segment ids may scatter them too, but the tiles that need no mask still form one run as a rule: then only the tiles that
-need a mask are listed. A loop over a range prefetches further ahead than a loop that loads tile numbers.
+Segment ids may scatter visible tiles too, but the tiles that need no mask usually still form one run: then only the
+tiles that need a mask are listed. A loop over a range prefetches further ahead than a loop that loads tile numbers.
 """
 
 import dataclasses
@@ -22,19 +22,22 @@ from .launch import launch
 from .mask_bits import BITS
 
 PROGRAMS: Final = 4096
-"""How many programs are enough: several for each slot of the largest devices, so that short ones fill the end."""
+"""How many programs are enough for a launch: several for each slot of the largest GPUs, so that short programs fill the
+time until the last long one ends."""
 ELEMENTS: Final = 512
-"""The elements of a bitmap that one warp reads at a time: few enough to stay in registers."""
+"""How many elements of a bitmap one warp reads at a time: few enough to stay in registers."""
 RANK_ROWS: Final = 64
-"""The most rows of a bitmap that a program reads at a time for ranks, of few columns: so programs are many."""
+"""The most rows of a bitmap that a program reads at a time to compute ranks. Each program has few columns, so that
+there are many programs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TableShape:
-    """How a kernel reads a table of `rows` of its own tiles by `columns` of the other side's tiles.
+    """How a kernel reads a `Table` of `rows` tiles that its programs own and `columns` tiles that the programs visit.
 
-    `grouped`: every batch row has its own table. `listed`: the table lists the tiles that need a mask, and also those
-    that need none, unless these form a `run`. The programs of `together` heads run side by side.
+    `grouped`: every batch row has its own table. `listed`: the tiles that need a mask are listed by number. `run`: the
+    tiles that need no mask form one run in each row; otherwise they are listed too. The programs of `together` heads
+    run side by side (`kernels.tile_loop.owned`).
     """
 
     listed: bool
@@ -46,15 +49,17 @@ class TableShape:
 
 
 class Table(NamedTuple):
-    """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
+    """For each tile that a program owns (row): which tiles it visits (columns), and which of them need a mask.
 
-    `tiles [g, rows, columns]` lists first the tiles that need a mask and then the tiles that need no mask. It is `None`
-    if `bounds` has only ranges. If tiles with a mask are listed and tiles without a mask are a range, `bounds` is
-    `(masked, before, full_lo, full_hi)`, and the first `before` listed tiles lie before the range. Entries of a list
-    past its counts are undefined.
+    Without a list, `bounds` is `(lo, hi, full_lo, full_hi)`: a program visits the tiles `[lo, hi)`, and the tiles
+    `[full_lo, full_hi)` need no mask. With a list but no run (`TableShape`), it is `(masked, all, 0, 0)`: how many
+    listed tiles need a mask, and how many are listed. With a list and a run, it is `(masked, before, full_lo,
+    full_hi)`: only tiles that need a mask are listed, and the first `before` of them precede the run `[full_lo,
+    full_hi)`.
 
-    `ranks` says, for each row and column, how many earlier rows see that column; `None` without `ranked`.
-    `counters` are zeros, for kernels that count.
+    `tiles` is the list, in each row first the tiles that need a mask; entries past the counts are undefined. It is
+    `None` without a list. `ranks` says, for each row and column, how many earlier rows see the column; `None` unless
+    asked for. `counters` are zeros, for kernels that count.
     """
 
     bounds: Int32[Array, "g rows 4"]
@@ -68,11 +73,11 @@ def table(
     inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
     heads: int | None = None, ranked: bool = False, counters: int = 1,
 ) -> Table:  # fmt: skip
-    """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
+    """The `Table` of the key tiles that each query tile visits, or if `by_keys` of query tiles for each key tile.
 
-    As many of the `heads`, by default those of one batch row, run side by side as it takes to have this number of
-    `programs`. A tile that reaches past the end of the keys, or of the queries with `by_keys`, always needs a mask.
-    `ranked` asks for ranks. `counters` is the number of counters.
+    So many of the `heads` (default: the heads of one batch row) run side by side that together they have `programs`
+    programs. A tile that reaches past the last key, or if `by_keys` past the last query, always needs a mask. `ranked`:
+    compute ranks. `counters`: how many counters to make.
     """
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)
@@ -86,9 +91,10 @@ def of_bitmap(
     found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1,
     heads: int = 1, programs: int = 1,
 ) -> Table:  # fmt: skip
-    """The table of a bitmap, made in one launch; `listed` and `run` as in `TableShape`, the rest as in `table`.
+    """The `Table` of the bitmap `found`, computed in one launch.
 
-    The last column of a `ragged` table always needs a mask, whatever the bitmap says.
+    `listed` and `run` are those of `TableShape`, and the other arguments those of `table`. `ragged`: the last column
+    always needs a mask, whatever the bitmap says.
     """
     coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
     # XLA fuses the transpose with the bitmap; strided loads in the kernel would be slow.
@@ -133,7 +139,7 @@ def of_bitmap(
 def together(rows: int, heads: int, programs: int) -> int:
     """How many heads run side by side: the least power of two that gives `programs` programs and divides `heads`.
 
-    If no such power divides `heads`, the largest one that does. Each head has `rows` programs.
+    If no power of two does both, the largest one that divides `heads`. Each head has `rows` programs.
     """
     enough = 1
     while enough * rows < programs and heads % (2 * enough) == 0:
@@ -142,7 +148,10 @@ def together(rows: int, heads: int, programs: int) -> int:
 
 
 def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles:
-    """Which pairs of tiles are visible, and which in full. Reads packed masks instead of evaluating them again."""
+    """Which pairs of a query tile and a key tile have a visible entry (`some`), or visible entries only (`full`).
+
+    Reads packed masks, where a key tile is whole words of them, instead of evaluating the masks again.
+    """
     words = inputs.arrays["mask_words"]
     words = words if kv_tile % BITS == 0 else None
     unmasked = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=()))
@@ -159,7 +168,7 @@ def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles
 def _of_words(
     words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
 ) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
-    """Which tiles have any bit set in any mask, and which all bits in all masks; keys past the end do not count."""
+    """Which tiles have a bit in any packed mask, and which all bits in all masks; keys past the end do not count."""
     counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
     valid = jnp.where(counted, bits[None], jnp.uint32(0)).sum(-1, dtype=jnp.uint32)[None, None, None]

@@ -24,8 +24,8 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
     at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `wide` is no argument: it names the arrays that are float32 here only because their gradients are to be, and
-    that kernels read in the dtype of the queries.
+    axis. `wide`, which is no argument, names the arrays that are float32 here so that their gradients are float32.
+    Kernels get these arrays in the dtype of the queries.
     """
 
     query: arrays.Query
@@ -89,7 +89,7 @@ class Call:
     @property
     def arrays(self) -> dict[str, Any]:
         """The arrays that the call has, by name."""
-        return {name: x for name in IN_BLOCK if (x := getattr(self, name)) is not None}
+        return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function."""
@@ -116,30 +116,32 @@ class Call:
             bwd_params=self.bwd_params,
         )
 
+    @property
+    def rule_of_hops(self) -> Rule:
+        """The rule by which hops are planned. `query_offset` may be traced, so with it masks leave out no hop."""
+        return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
+
 
 def is_off(option: Any) -> bool:
     """Whether `option`, a value in a call, says that the call does not use it: `None`, `False` or 0.0."""
     return option is None or (isinstance(option, bool | float) and not option)
 
 
-IN_BLOCK: Final = {
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "q_segment_ids": "q_segments",
-    "kv_segment_ids": "kv_segments",
-    "softmax_aux": "sinks",
-    "bias": "bias",
-    "attention_mask": "mask",
-    "q_positions": "q_positions",
-    "kv_positions": "kv_positions",
-    "query_offset": "query_offset",
-    "alibi_slopes": "slopes",
-    "dropout_seed": "seed",
-}
-"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`.
-
-A block has the letters and short words of the mathematics, in which kernels are written. (No block has sinks or an
-offset: it adds to the positions of queries.)"""
-_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in IN_BLOCK]
-jax.tree_util.register_dataclass(Call, data_fields=list(IN_BLOCK), meta_fields=_STATIC)
+ARRAYS: Final = (
+    "query",
+    "key",
+    "value",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "softmax_aux",
+    "bias",
+    "attention_mask",
+    "q_positions",
+    "kv_positions",
+    "query_offset",
+    "alibi_slopes",
+    "dropout_seed",
+)
+"""The fields of a call that are arrays."""
+_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in ARRAYS]
+jax.tree_util.register_dataclass(Call, data_fields=list(ARRAYS), meta_fields=_STATIC)

@@ -100,7 +100,8 @@ class _FlashKernel:
         out, lse = self.flash_forward(q, k, v, scale=block.rule.softmax_scale, causal=piece.causal)
         out = out if block.final else out.astype(jnp.float32)
         if piece.sees_nothing is not None:
-            out, lse = jnp.where(_of_rows(piece), 0, out), jnp.where(piece.sees_nothing[:, None], -jnp.inf, lse)
+            out = jnp.where(piece.sees_nothing[..., None, None], 0, out)
+            lse = jnp.where(piece.sees_nothing[:, None], -jnp.inf, lse)
         return Partial(piece.queries.put(out, 1, 0.0), piece.queries.put(lse, 2, -jnp.inf))
 
     def backward(
@@ -117,7 +118,7 @@ class _FlashKernel:
         q, k, v = _operands(block, piece)
         out, dout, lse = piece.queries.take(block.out, 1), piece.queries.take(dout, 1), piece.queries.take(lse, 2)
         if piece.sees_nothing is not None:
-            dout = jnp.where(_of_rows(piece), 0, dout)
+            dout = jnp.where(piece.sees_nothing[..., None, None], 0, dout)
             lse = jnp.where(piece.sees_nothing[:, None], BEYOND_ALL_SCORES, lse)
         found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.softmax_scale, causal=piece.causal)
         parts = (piece.queries, piece.keys, piece.keys)
@@ -139,9 +140,3 @@ class _FlashKernel:
 
 def _operands(block: Block, piece: Piece) -> tuple[jax.Array, jax.Array, jax.Array]:
     return piece.queries.take(block.q, 1), piece.keys.take(block.k, 1), piece.keys.take(block.v, 1)
-
-
-def _of_rows(piece: Piece) -> jax.Array:
-    """`piece.sees_nothing` with the axes of an output."""
-    assert piece.sees_nothing is not None
-    return piece.sees_nothing[:, :, None, None]

@@ -128,7 +128,7 @@ def _normalised(out: jax.Array, total: jax.Array, subtracted: jax.Array) -> Part
     return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), subtracted + jnp.log(total))
 
 
-def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
+def with_sinks(partial: Partial, sinks: Float32[Array, "N sinks"] | None) -> Partial:
     """Adds `sinks` to the denominator of `partial`: they have weight but no value. To be done once, after all hops."""
     if sinks is None:
         return partial

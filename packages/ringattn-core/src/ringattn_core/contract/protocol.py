@@ -27,7 +27,8 @@ class Block:
 
     Args:
         q: The queries.
-        kv: Keys and values: one packed array as they travel, or on a ring of one a pair. `k` and `v` read both forms.
+        kv: Keys and values: one packed array, or a pair where a rank's own keys are not packed to be passed on. `k` and
+            `v` read both forms.
         q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
             caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
@@ -177,9 +178,9 @@ class Partial:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What one block contributes to each gradient, in float32, or where `block.final` in the dtype of its input.
+    """The gradients that a kernel returns, in float32, or where `block.final` in the dtype of its input.
 
-    `dq` includes the `dq` that the kernel was given. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
+    `dq` is the sum over the blocks so far. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
     last two have the shapes of `block.bias` and `block.slopes`: they are summed over the axes that are 1 there.
     """
 
@@ -231,11 +232,11 @@ class BlockKernel(Protocol):
         delta: Float32[Array, "B N T"],
         dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
-        """The gradients of `block`, from the cotangent `dout` and the final `lse` over all keys and sinks.
+        """The gradients of `block`, from the cotangent `dout` and `lse`, over all keys and sinks.
 
         `dq` is the sum of the blocks before, and `None` is zero.
 
-        `p = exp(s - lse)` where the key is visible, else 0, also where `lse` is -inf.
+        `p` is 0 for a key that is not visible, and for all keys of a query whose `lse` is -inf; else `exp(s - lse)`.
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.
         """
         ...

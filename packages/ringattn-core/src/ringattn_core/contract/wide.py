@@ -14,7 +14,7 @@ Move = Callable[[jax.Array], jax.Array]
 
 
 def with_wide_gradient(x: jax.Array, move: Move | None = None, narrow: Any = None, axis: str | None = None) -> Any:
-    """`move(x)`, by default `x`, in float32. Its gradient is float32 back through `move`, then has the dtype of `x`.
+    """`move(x)`, by default `x`, in float32. Its gradient is rounded to the dtype of `x` only after `move`'s transpose.
 
     So sums of gradients between the result and `x`, or in `move`, are sums in float32. `move` is linear, holds no
     array, and may send along the mesh axis `axis`; it moves `x` in the dtype `narrow`, by default that of `x`.

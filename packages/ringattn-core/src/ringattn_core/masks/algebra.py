@@ -4,8 +4,8 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.core
@@ -98,12 +98,13 @@ def _mask(x: Any) -> Mask:
     return x
 
 
+@dataclasses.dataclass(frozen=True)
 class _Pair(Mask):
     """Two masks, combined pair by pair by `combine`."""
 
     a: Mask
     b: Mask
-    combine: Any
+    combine: ClassVar[Callable[[Any, Any], Any]]
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
@@ -115,22 +116,16 @@ class _Pair(Mask):
         return type(self).combine(some_a, some_b), type(self).combine(full_a, full_b)
 
 
-@dataclasses.dataclass(frozen=True)
 class And(_Pair):
     """The intersection of two masks, `a & b`."""
 
-    a: Mask
-    b: Mask
-    combine = staticmethod(operator.and_)
+    combine = operator.and_
 
 
-@dataclasses.dataclass(frozen=True)
 class Or(_Pair):
     """The union of two masks, `a | b`."""
 
-    a: Mask
-    b: Mask
-    combine = staticmethod(operator.or_)
+    combine = operator.or_
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,10 @@
 """Which mask each head obeys: calls a `mask_builder` and converts its results to masks."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.core
-import numpy as np
 
 from ..errors import InputError, RingAttnError, in_one_line
 from .algebra import Mask
@@ -33,56 +32,39 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
     """
     if isinstance(builder, Built):
         return builder
-    asked = (_asked(builder, q_length, kv_length, heads, head, heads // key_heads) for head in range(heads))
-    made = [_as_mask(result, (q_length, kv_length)) for result in asked]
+    made = [_mask_of_head(builder, (q_length, kv_length, heads, head, heads // key_heads)) for head in range(heads)]
     numbers = {mask: number for number, mask in enumerate(dict.fromkeys(made))}
     return Built(tuple(numbers), tuple(numbers[mask] for mask in made))
 
 
-def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: int, num_reps: int) -> Any:
+def _mask_of_head(builder: Builder, arguments: tuple[int, int, int, int, int]) -> Mask:
+    """The result of the builder as a mask; raises if it is none, or not for the global lengths."""
     try:
-        return builder(q_length, kv_length, heads, head, num_reps)
+        result = builder(*arguments)
     except RingAttnError:
         raise
     except (Exception, SystemExit) as error:
-        called = f"({q_length}, {kv_length}, {heads}, {head}, {num_reps})"
-        raise InputError(
-            "mask_builder",
-            f"called with {called} it raised {in_one_line(error)}",
-            "It needs (q_len, kv_len, num_heads, head_idx, num_reps) -> mask, for every head",
-        ) from error
+        fact = f"called with {arguments} it raised {in_one_line(error)}"
+        remedy = "It needs (q_len, kv_len, num_heads, head_idx, num_reps) -> mask, for every head"
+        raise InputError("mask_builder", fact, remedy) from error
+    if isinstance(result, jax.core.Tracer):
+        fact = f"returned a traced array of shape {result.shape}"
+        remedy = "Make it with NumPy, as jax.numpy traces inside jit, or pass it as attention_mask"
+        raise InputError("mask_builder", fact, remedy)
+    lengths = arguments[:2]
+    if not isinstance(result, Mask):
+        if not (hasattr(result, "shape") and hasattr(result, "__getitem__")):
+            remedy = "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool"
+            raise InputError("mask_builder", f"returned {type(result).__name__}", remedy)
+        _refuse_other_shape(result.shape, lengths)
+        result = Numpy(result[slice(0, lengths[0]), slice(0, lengths[1])])
+    for shape in result.shapes():
+        _refuse_other_shape(shape, lengths)
+    return result
 
 
-def _not_traced(array: Any) -> Any:
-    if isinstance(array, jax.core.Tracer):
+def _refuse_other_shape(shape: Sequence[int], lengths: tuple[int, int]) -> None:
+    if tuple(shape) != lengths:
         raise InputError(
-            "mask_builder",
-            f"returned a traced array of shape {array.shape}",
-            "Make it with NumPy, as jax.numpy traces inside jit, or pass it as attention_mask",
+            "mask_builder", f"returned a mask of shape {tuple(shape)}", f"The global lengths are {lengths}"
         )
-    return array
-
-
-def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
-    _not_traced(result)
-    if isinstance(result, Mask):
-        held = result.shapes()
-    elif hasattr(result, "shape") and hasattr(result, "__getitem__"):
-        held = (tuple(result.shape),)
-    else:
-        raise InputError(
-            "mask_builder",
-            f"returned {type(result).__name__}",
-            "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool",
-        )
-    for one in held:
-        if tuple(one) != shape:
-            raise InputError(
-                "mask_builder", f"returned a mask of shape {tuple(one)}", f"The global lengths are {shape}"
-            )
-    if isinstance(result, Mask):
-        return result
-    dense = np.asarray(_not_traced(result[slice(0, shape[0]), slice(0, shape[1])]))
-    if dense.shape != shape:
-        raise InputError("mask_builder", f"its mask[rows, cols] has shape {dense.shape}", f"It needs {shape}")
-    return Numpy(dense)

@@ -59,11 +59,8 @@ class MaskInfo:
         given = ("kv_lengths", kv_lengths) if kv_lengths is not None else ("q_lengths", q_lengths)
         kv_ids = _ids_of_lengths(*given, "kv_max", kv_max)
         if kv_ids.shape[0] != q_ids.shape[0]:
-            raise InputError(
-                "kv_lengths",
-                f"has {kv_ids.shape[0]} rows where q_lengths has {q_ids.shape[0]}",
-                "Give one length a row",
-            )
+            fact = f"has {kv_ids.shape[0]} rows where q_lengths has {q_ids.shape[0]}"
+            raise InputError("kv_lengths", fact, "Give one length a row")
         return cls(q_ids, kv_ids)
 
     @classmethod
@@ -80,9 +77,8 @@ class MaskInfo:
         for number, row in enumerate(rows):
             used = int(row.sum())
             if used > total:
-                raise InputError(
-                    "lengths", f"row {number} sums to {used}, more than {total=}", "Raise total or cut the row"
-                )
+                fact = f"row {number} sums to {used}, more than {total=}"
+                raise InputError("lengths", fact, "Raise total or cut the row")
             ids[number, :used] = np.repeat(np.arange(row.size), row)
             positions[number, :used] = np.arange(used) - np.repeat(np.cumsum(row) - row, row)
             positions[number, used:] = np.arange(total - used)
@@ -97,16 +93,10 @@ class MaskInfo:
         Rows are sharded like the queries and in layout order, columns are whole and in natural order.
         """
         dense = as_given("attention_mask", mask)
-        if dense.dtype != jnp.bool_:
-            raise InputError(
-                "attention_mask",
-                f"has dtype {dense.dtype}",
-                "Pass booleans, true where visible; scores to add go in bias=",
-            )
-        if dense.ndim not in (2, 3, 4):
-            raise InputError(
-                "attention_mask", f"has shape {dense.shape}", "Pass [T, S], [B, T, S] or [B or 1, N or 1, T, S]"
-            )
+        if dense.dtype != jnp.bool_ or dense.ndim not in (2, 3, 4):
+            shapes = "[T, S], [B, T, S] or [B or 1, N or 1, T, S]"
+            remedy = f"Pass booleans {shapes}, true where visible; scores to add go in bias="
+            raise InputError("attention_mask", f"has dtype {dense.dtype} and shape {dense.shape}", remedy)
         if dense.ndim == 2:
             dense = dense[None]
         return cls(attention_mask=dense if dense.ndim == 4 else dense[:, None])
@@ -123,7 +113,6 @@ class MaskInfo:
 
         The columns of the dense mask, and its axes of length 1, are not split.
         """
-
         roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
         specs: dict[str, Any] = {
             name: roles.spec(get_args(MaskInfo.__annotations__[name])[0], x.shape)
@@ -155,9 +144,8 @@ def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None
             raise InputError(argument, f"holds {largest}, more than {limit}={longest}", f"Raise {limit} or cut the row")
         longest = largest if longest is None else longest
     if longest is None:
-        raise InputError(
-            limit, f"is not given and {argument} is traced", "Pass the padded length, which must be static"
-        )
+        fact = f"is not given and {argument} is traced"
+        raise InputError(limit, fact, "Pass the padded length, which must be static")
     real = jnp.arange(longest)[None] < jnp.asarray(array)[:, None]
     return jnp.where(real, 0, -1).astype(jnp.int32)
 

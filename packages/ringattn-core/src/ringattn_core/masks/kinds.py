@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from ..errors import InputError
-from .algebra import Coordinates, Mask, all_of
+from .algebra import Coordinates, Mask
 from .int32 import fitting
 
 
@@ -26,31 +26,41 @@ def _whole_number(mask: Mask, name: str, least: int) -> None:
         raise InputError(what, f"got {x!r}", f"It needs an integer of at least {least} and below 2^31")
 
 
-def _rows(x: Any) -> Any:
-    return x[..., :, None]
+def _ends(x: Any) -> tuple[Any, Any]:
+    """The minimum and the maximum of each tile."""
+    return x.min(-1), x.max(-1)
 
 
-def _columns(x: Any) -> Any:
-    return x[..., None, :]
+def _first_and_last(q: Coordinates, kv: Coordinates) -> tuple[list[Coordinates], list[Coordinates]]:
+    """The tokens of least and of greatest position in each tile: of queries as rows, of keys as columns."""
+    q_ends, kv_ends = ([Coordinates(end, x.index[..., 0]) for end in _ends(x.positions)] for x in (q, kv))
+    return [x.rows() for x in q_ends], [x.columns() for x in kv_ends]
+
+
+class _Monotone(Mask):
+    """A mask in which a query that sees a key sees every earlier key, and every later query sees that key too.
+
+    So a tile has a visible pair exactly if its last query sees its first key, and only visible pairs exactly if its
+    first query sees its last key.
+    """
+
+    @override
+    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
+        (q_first, q_last), (kv_first, kv_last) = _first_and_last(q, kv)
+        return self.visible(q_last, kv_first), self.visible(q_first, kv_last)
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(Mask):
+class Full(_Monotone):
     """Every pair."""
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return (q.index == q.index) & (kv.index == kv.index)
 
-    @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        first = q.index[..., 0]
-        full = _rows(first == first) & _columns(kv.index[..., 0] == kv.index[..., 0])
-        return full, full
-
 
 @dataclasses.dataclass(frozen=True)
-class Causal(Mask):
+class Causal(_Monotone):
     """Keys at most `offset` positions after the query; by default none after it."""
 
     offset: int = 0
@@ -62,11 +72,19 @@ class Causal(Mask):
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return kv.positions - q.positions <= self.offset
 
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(_Monotone):
+    """Keys at the first `length` positions. `Prefix(n) | Causal()` is the mask of a prefix language model."""
+
+    length: int
+
+    def __post_init__(self) -> None:
+        _whole_number(self, "length", 0)
+
     @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        i, j = q.positions, kv.positions
-        some = _columns(j.min(-1)) - _rows(i.max(-1)) <= self.offset
-        return some, _columns(j.max(-1)) - _rows(i.min(-1)) <= self.offset
+    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
+        return (kv.positions < self.length) & (q.positions == q.positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,19 +104,19 @@ class Local(Mask):
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        seen = [Full().visible(q, kv)]
-        seen += [] if self.left is None else [Causal(self.left).visible(kv, q)]
-        return all_of(seen if self.right is None else [*seen, Causal(self.right).visible(q, kv)])
+        return self._between(q, kv, q, kv)
 
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        found = [Full().tiles(q, kv)]
-        if self.left is not None:
-            some, full = Causal(self.left).tiles(kv, q)
-            found.append((some.swapaxes(-1, -2), full.swapaxes(-1, -2)))
-        if self.right is not None:
-            found.append(Causal(self.right).tiles(q, kv))
-        return all_of(some for some, _ in found), all_of(full for _, full in found)
+        (q_first, q_last), (kv_first, kv_last) = _first_and_last(q, kv)
+        some = self._between(q_last, kv_first, q_first, kv_last)
+        return some, self._between(q_first, kv_last, q_last, kv_first)
+
+    def _between(self, q: Coordinates, kv: Coordinates, q_left: Coordinates, kv_left: Coordinates) -> Any:
+        """Whether `q` and `kv` keep to the right side, and `q_left` and `kv_left` to the left side."""
+        right = Full() if self.right is None else Causal(self.right)
+        seen = right.visible(q, kv)
+        return seen if self.left is None else seen & Causal(self.left).visible(kv_left, q_left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,25 +137,6 @@ class Chunked(Mask):
         some, full = Causal().tiles(q, kv)
         same = _same_span(q.positions // self.size, kv.positions // self.size)
         return some & same[0], full & same[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Prefix(Mask):
-    """Keys at the first `length` positions. `Prefix(n) | Causal()` is the mask of a prefix language model."""
-
-    length: int
-
-    def __post_init__(self) -> None:
-        _whole_number(self, "length", 0)
-
-    @override
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return (kv.positions < self.length) & (q.positions == q.positions)
-
-    @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, full = Full().tiles(q, kv)
-        return some & _columns(kv.positions.min(-1) < self.length), full & _columns(kv.positions.max(-1) < self.length)
 
 
 class _Held:
@@ -167,17 +166,14 @@ def _host(what: str, x: Any) -> np.ndarray:
     return np.array(x)
 
 
-def _document_ids(name: str, x: Any) -> np.ndarray:
+def _document_ids(name: str, x: Any) -> _Held:
     argument = f"Document({name}=...)"
     ids = _host(argument, x)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(
-            argument,
-            f"got {ids.dtype} of shape {ids.shape}",
-            "It needs one integer for each token. Pass ids that differ between batch rows as q_segment_ids",
-        )
+        remedy = "It needs one integer for each token. Pass ids that differ between batch rows as q_segment_ids"
+        raise InputError(argument, f"got {ids.dtype} of shape {ids.shape}", remedy)
     fitting(argument, ids)
-    return ids.astype(np.int32, copy=False)
+    return _Held(ids.astype(np.int32, copy=False))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -192,9 +188,8 @@ class Document(Mask):
     kv_ids: _Held
 
     def __init__(self, q_ids: Any, kv_ids: Any = None):
-        q_held = _Held(_document_ids("q_ids", q_ids))
-        object.__setattr__(self, "q_ids", q_held)
-        object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(_document_ids("kv_ids", kv_ids)))
+        object.__setattr__(self, "q_ids", _document_ids("q_ids", q_ids))
+        object.__setattr__(self, "kv_ids", self.q_ids if kv_ids is None else _document_ids("kv_ids", kv_ids))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -209,8 +204,11 @@ class Document(Mask):
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         return same_segment(*self._ids(q, kv))
 
-    def _ids(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        return _take(self.q_ids.array, q.index), _take(self.kv_ids.array, kv.index)
+    def _ids(self, q: Coordinates, kv: Coordinates) -> list[Any]:
+        """The ids of queries and of keys, on the host where their index is."""
+        held = ((self.q_ids.array, q.index), (self.kv_ids.array, kv.index))
+        on_side = ((ids if isinstance(index, np.ndarray) else jnp.asarray(ids), index) for ids, index in held)
+        return [ids[index.clip(0, ids.size - 1)] for ids, index in on_side]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -223,11 +221,8 @@ class Numpy(Mask):
     def __init__(self, array: Any):
         held = _host("Numpy", array)
         if held.ndim != 2 or np.issubdtype(held.dtype, np.inexact):
-            raise InputError(
-                "Numpy",
-                f"got {held.dtype} of shape {held.shape}",
-                "It needs booleans [T, S]; pass numbers as bias=",
-            )
+            fact = f"got {held.dtype} of shape {held.shape}"
+            raise InputError("Numpy", fact, "It needs booleans [T, S]; pass numbers as bias=")
         object.__setattr__(self, "held", _Held(held.astype(bool, copy=False)))
 
     @property
@@ -244,19 +239,15 @@ class Numpy(Mask):
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     """`Mask.tiles` for "equal ids, not negative", of tiles of `q_ids` `[g, nq, tq]` and of `kv_ids` `[g, nk, tk]`."""
     some, full = _same_span(q_ids, kv_ids)
-    some = some & _rows(q_ids.max(-1) >= 0) & _columns(kv_ids.max(-1) >= 0)
-    return some, full & _rows(q_ids.min(-1) >= 0)
+    (q_low, q_high), (_, kv_high) = _ends(q_ids), _ends(kv_ids)
+    return some & (q_high >= 0)[..., :, None] & (kv_high >= 0)[..., None, :], full & (q_low >= 0)[..., :, None]
 
 
 def _same_span(q: Any, kv: Any) -> tuple[Any, Any]:
-    q_low, q_high, kv_low, kv_high = _rows(q.min(-1)), _rows(q.max(-1)), _columns(kv.min(-1)), _columns(kv.max(-1))
+    """Tile pairs whose values overlap, and tile pairs that hold one and the same value."""
+    q_low, q_high = (x[..., :, None] for x in _ends(q))
+    kv_low, kv_high = (x[..., None, :] for x in _ends(kv))
     return (kv_low <= q_high) & (kv_high >= q_low), (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
-
-
-def _take(ids: np.ndarray, index: Any) -> Any:
-    if isinstance(index, np.ndarray):
-        return ids[np.clip(index, 0, ids.size - 1)]
-    return jnp.asarray(ids)[jnp.clip(index, 0, ids.size - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,50 +258,39 @@ class Predicate(Mask):
     bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __post_init__(self) -> None:
-        remedy = "It needs a function (q_positions, kv_positions) -> booleans"
-        if not callable(self.seen):
-            raise InputError("Predicate", f"got {self.seen!r}", remedy)
         try:
-            signature = inspect.signature(self.seen)
-        except ValueError:  # a function of C may have none
+            inspect.signature(self.seen).bind(None, None)
+        except ValueError:  # a function of C may have no signature
             return
-        try:
-            signature.bind(None, None)
         except TypeError as error:
-            raise InputError("Predicate", f"got a function of {signature}", remedy) from error
+            remedy = "It needs a function (q_positions, kv_positions) -> booleans"
+            raise InputError("Predicate", f"got {self.seen!r}: {error}", remedy) from error
 
     def __repr__(self) -> str:
         return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        returned, remedy = self._called(q.positions, kv.positions), "It needs booleans, true where a query sees a key"
+        pairs = jnp.broadcast_shapes(q.positions.shape, kv.positions.shape)
+        returned = self._called(q.positions, kv.positions)
         try:
             seen = jnp.asarray(returned)
-        except (TypeError, ValueError) as error:
-            raise InputError(repr(self), f"returned {type(returned).__name__}", remedy) from error
-        if seen.dtype != jnp.bool_:
-            raise InputError(repr(self), f"returned {seen.dtype}", remedy)
-        pairs = jnp.broadcast_shapes(q.positions.shape, kv.positions.shape)
-        try:
+            if seen.dtype != jnp.bool_:
+                raise TypeError(seen.dtype)
             return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, pairs))
-        except ValueError as error:
-            raise InputError(
-                repr(self), f"returned shape {seen.shape}", f"It must broadcast with the shape of the pairs, {pairs}"
-            ) from error
+        except (TypeError, ValueError) as error:
+            shaped = hasattr(returned, "shape")
+            got = f"{returned.dtype} of shape {returned.shape}" if shaped else type(returned).__name__
+            remedy = f"It needs booleans, true where a query sees a key, that broadcast with the pairs, {pairs}"
+            raise InputError(repr(self), f"returned {got}", remedy) from error
 
     def _called(self, q: Any, kv: Any) -> Any:
         try:
             return self.seen(q, kv)
         except jax.errors.TracerArrayConversionError as error:
-            raise InputError(
-                repr(self), "gives its traced arguments to a NumPy function", "Use functions of jax.numpy in it"
-            ) from error
+            cause, fact = error, "gives its traced arguments to a NumPy function"
         except (jax.errors.TracerBoolConversionError, ValueError) as error:
             if isinstance(error, ValueError) and "truth value of an array" not in str(error):
                 raise
-            raise InputError(
-                repr(self),
-                "takes the truth value of an array, as `if`, `and`, `or`, `not` and `a < b < c` do",
-                "Use `&`, `|`, `~` and functions of jax.numpy in it",
-            ) from error
+            cause, fact = error, "takes the truth value of an array, as `if`, `and`, `or`, `not` and `a < b < c` do"
+        raise InputError(repr(self), fact, "Use `&`, `|`, `~` and functions of jax.numpy in it") from cause

@@ -57,10 +57,10 @@ def cleaned(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> S
     return jnp.where(real, x, jnp.zeros((), x.dtype))
 
 
-def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
-    """The letters of an array's axes; with `rank`, of its last `rank` axes (some arrays may lack the first axis)."""
+def letters(array: Any, ndim: int | None = None) -> tuple[str, ...]:
+    """The letters of an array's axes; with `ndim`, of its last `ndim` axes (some arrays may lack the first axis)."""
     found = tuple(array.dim_str.replace("*", "").split())
-    return found if rank is None else found[len(found) - rank :]
+    return found if ndim is None else found[len(found) - ndim :]
 
 
 @functools.cache

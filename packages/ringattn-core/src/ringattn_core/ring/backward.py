@@ -4,82 +4,66 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..contract import batching, packing
-from ..contract.call import IN_BLOCK, Call
-from ..contract.protocol import BlockKernel, Gradients
-from ..contract.varying import align, axes_of
+from ..contract import batching, ordering, packing
+from ..contract.call import ARRAYS, Call
 from ..placement.arrays import cleaned
 from . import whole_keys
-from .blocks import BY_COLUMN, Ring, block, owner, put_columns, static_masks
+from .blocks import Ring, block, owner, put_columns, wants_static_masks
 from .forward import Residuals, sinks_of
-from .plan import Level, Step
+from .plan import Hop, Level
 from .sends import KV, after, after_on_cpu, packed, sent, total
-
-LOCAL: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
-"""The arrays of a block whose gradients a rank adds up over its hops. Kernels continue `dq`; `dk` and `dv` travel."""
 
 
 class Sums(NamedTuple):
-    """Gradients summed over the hops so far: `dq`, which kernels continue, and others by the names of their arrays."""
+    """Gradients over the hops so far, `None` before the first: kernels continue `dq`, core adds up the others."""
 
-    dq: jax.Array | None
-    others: dict[str, jax.Array]
+    dq: jax.Array | None = None
+    dbias: jax.Array | None = None
+    dslopes: jax.Array | None = None
 
 
 Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
 """Returns the gradients of the keys that have travelled some offset to this rank, and continues the other gradients."""
 
 
-class PerQuery(NamedTuple):
-    """Arrays with a value for each query, which the backward kernel reads beside the block."""
-
-    dout: jax.Array
-    lse: jax.Array
-    delta: jax.Array
-    out: jax.Array | None
-
-    @classmethod
-    def of(cls, kernel: BlockKernel, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "PerQuery":
-        """These arrays, from the residuals and the cotangents of the results. Cotangents of padding count as zeros."""
-        ids = kept.call.q_segment_ids
-        dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
-        # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
-        products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
-        delta = jnp.swapaxes(products.sum(-1), 1, 2) - dlse
-        return cls(dout, kept.lse, delta, kept.out if static_masks(kernel) else None)
-
-
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
     """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
-    call, location, queries = kept.call, kept.location, PerQuery.of(ring.kernel, kept, dout, dlse)
+    call, location, raw = kept.call, kept.location, dout
+    dout, delta = _dout_and_delta(kept, dout, dlse)
     kernel, own = batching.backward(ring.kernel), KV((call.key, call.value))
     travel = bool(ring.levels) or ring.gathers
-    final = not travel and not {*call.wide} - ({"bias"} if bias_fixed else set())
+    summed_over_ranks = {*call.wide} - ({"bias"} if bias_fixed else set())
+    of_block = {"bias_fixed": bias_fixed, "final": not travel and not summed_over_ranks}
+    of_block |= {"out": kept.out} if wants_static_masks(ring.kernel) else {}
 
     def one_block(kv: KV, offset: Any, sums: Sums) -> tuple[KV, Sums]:
         kv = packed(kv) if ring.passes_on else kv
         visited = block(ring, call, location.after_on_cpu(kv) if ring.levels else location, kv, offset)
-        visited = dataclasses.replace(visited, bias_fixed=bias_fixed, out=queries.out, final=final)
-        found = kernel(visited, queries.dout, queries.lse, queries.delta, sums.dq)
-        dkv = (found.dk, found.dv) if isinstance(kv.arrays, tuple) else packing.pack(found.dk, found.dv)
-        others = _added(ring, call, sums.others, found, owner(ring, location, offset), kv.start)
-        return KV(dkv, kv.start), Sums(found.dq, others)
+        new = kernel(dataclasses.replace(visited, **of_block), dout, kept.lse, delta, sums.dq)
+        dkv = (new.dk, new.dv) if isinstance(kv.arrays, tuple) else packing.pack(new.dk, new.dv)
+        dbias, dslopes = new.dbias, new.dslopes
+        if call.bias is not None and dbias is not None and ring.keys.count > 1:
+            whole = ordering.zeros(call.bias.shape, dbias) if sums.dbias is None else sums.dbias
+            dbias = put_columns(ring, whole, dbias, owner(ring, location, offset), kv.start)
+        if dslopes is not None and sums.dslopes is not None:
+            dslopes += sums.dslopes
+        return KV(dkv, kv.start), Sums(new.dq, dbias, dslopes)
 
     body: Body = one_block
     for level in ring.levels:
         body = around(level, body)
     if ring.gathers:
         body = whole_keys.backward(ring, location, body)
-    # No send in the forward pass. Tied to the raw cotangent: a derived array would have to be computed first.
-    dkv, sums = body(after(own, dout) if travel else own, 0, Sums(None, {}))
+    # The first send waits for the forward pass: for `dout` as it came, as an array derived from it is computed later.
+    dkv, sums = body(after(own, raw) if travel else own, 0, Sums())
     dk, dv = dkv.pair(call.query.shape[-1])
-    found = {"q": sums.dq, "k": dk, "v": dv, "sinks": _sink_gradients(kept, queries.delta), **sums.others}
-    return _cotangents(call, found)
+    gradients = {"query": sums.dq, "key": dk, "value": dv, "softmax_aux": _sink_gradients(kept, delta)}
+    return _cotangents(call, gradients | {"bias": sums.dbias, "alibi_slopes": sums.dslopes})
 
 
 def around(level: Level, body: Body) -> Body:
@@ -91,57 +75,49 @@ def around(level: Level, body: Body) -> Body:
     """
 
     def loop(own: KV, base: Any, sums: Sums) -> tuple[KV, Sums]:
-        def hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], step: Step) -> Any:
-            kv, behind, returned, sums = carry
-            # The sends and the kernel of this hop start after the kernel of the hop before, and keys leave first.
+        def one_hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], hop: Hop) -> Any:
+            kv, gradients_out, home, sums = carry
+            # Order: the kernel of the hop before; both sends; this kernel, which hides them; keys arrive; gradients do.
             kv = after(kv, sums.dq)
-            leaving = after(own, sums.dq) if level.straight else kv
-            behind = after(behind, kv)
-            arriving, returning = sent(level, leaving, step.keys), sent(level, behind, step.gradients)
-            if arriving is None:  # the kernel must not start before the gradients can leave, which it hides
-                kv = after(kv, behind)
-            sums = sums._replace(dq=after_on_cpu(sums.dq, (arriving, returning)))
-            dkv, sums = body(kv, base + step.offset, sums)
-            returning = after(returning, arriving)  # keys are awaited first: the next hop needs them first
-            if level.straight and returning is not None:
-                return arriving, dkv, (*returned, returning), sums
-            return arriving, total(dkv, returning), returned, sums
+            keys_out = after(own, sums.dq) if level.straight else kv
+            gradients_out = after(gradients_out, kv)
+            keys_in, gradients_in = sent(level, keys_out, hop.keys), sent(level, gradients_out, hop.gradients)
+            if keys_in is None:  # no send of keys holds this kernel back until the gradients can leave
+                kv = after(kv, gradients_out)
+            sums = sums._replace(dq=after_on_cpu(sums.dq, (keys_in, gradients_in)))
+            dkv, sums = body(kv, base + hop.offset, sums)
+            gradients_in = after(gradients_in, keys_in)
+            if level.straight and gradients_in is not None:
+                return keys_in, dkv, (*home, gradients_in), sums
+            return keys_in, total(dkv, gradients_in), home, sums
 
-        arriving = sent(level, after(own, sums.dq), level.first)
-        _, behind, returned, sums = level.each(hop, (arriving, None, (), sums), level.backward)
-        _, dkv, returned, sums = hop((own, behind, returned, sums), level.own)
-        return functools.reduce(total, returned, dkv), sums
+        first = sent(level, after(own, sums.dq), level.first)
+        _, gradients_out, home, sums = level.each(one_hop, (first, None, (), sums), level.backward)
+        _, dkv, home, sums = one_hop((own, gradients_out, home, sums), level.own)
+        return functools.reduce(total, home, dkv), sums
 
     return loop
 
 
-def _added(
-    ring: Ring, call: Call, sums: dict[str, jax.Array], found: Gradients, shard: Any, start: int
-) -> dict[str, jax.Array]:
-    """The sums with the gradients of one hop, whose keys are the rows of `shard` from `start` on."""
-
-    def added(name: str, new: jax.Array) -> jax.Array:
-        if name not in BY_COLUMN or ring.keys.count == 1:
-            return sums[name] + new if name in sums else new
-        shape = (*new.shape[:-1], getattr(call, name).shape[-1])
-        whole = sums[name] if name in sums else align(jnp.zeros(shape, new.dtype), axes_of(new))
-        return put_columns(ring, whole, new, shard, start)
-
-    return {name: added(name, x) for name in LOCAL if (x := getattr(found, f"d{name}")) is not None}
+def _dout_and_delta(kept: Residuals, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`dout` with zeros in its padding, and `delta`: for each query and head, `Σ dout * out - dlse`."""
+    ids = kept.call.q_segment_ids
+    dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+    # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
+    products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
+    return dout, jnp.swapaxes(products.sum(-1), 1, 2) - dlse
 
 
-def _cotangents(call: Call, found: dict[str, Any]) -> Call:
-    """The call with each array replaced by its gradient from `found`, or by `None` if it has none.
-
-    `found` has the names of the arrays in a block.
-    """
+def _cotangents(call: Call, gradients: dict[str, jax.Array | None]) -> Call:
+    """The call with each array replaced by its gradient, in its dtype, or by `None` if it has none."""
 
     def of(name: str) -> Any:
-        x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
-        dtype = jnp.float32 if name in call.wide else getattr(x, "dtype", None)
-        return None if x is None or gradient is None else gradient.reshape(x.shape).astype(dtype)
+        x, gradient = getattr(call, name), gradients.get(name)
+        if x is None or gradient is None:
+            return None
+        return gradient.reshape(x.shape).astype(jnp.float32 if name in call.wide else x.dtype)
 
-    return dataclasses.replace(call, **{name: of(name) for name in IN_BLOCK})
+    return dataclasses.replace(call, **{name: of(name) for name in ARRAYS})
 
 
 def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array | None:

@@ -2,24 +2,17 @@
 """The block of one hop: this rank's queries, the keys that are here, and the global positions and indices of both."""
 
 import dataclasses
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from ..contract.call import IN_BLOCK, Call
-from ..contract.protocol import LETTERS, Block, BlockKernel
-from ..placement.arrays import axes_with
+from ..contract.call import Call
+from ..contract.protocol import Block, BlockKernel
 from ..placement.layout import Shards
 from .plan import Level, source
 from .sends import KV, after_on_cpu
-
-CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
-"""The name in a call of each array of a block."""
-HELD: Final = tuple(name for name in LETTERS if name in CALL_NAMES)
-"""The arrays of a call that its blocks hold, by their names in a block; keys and values are passed apart."""
-OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +51,16 @@ class Location:
     batch_index: Int32[Array, " B"]
     head_index: Int32[Array, " N"]
 
-    def after_on_cpu(self, tokens: Any) -> "Location":
-        """The location, whose rank XLA on CPU reads only after the tokens are computed.
+    def after_on_cpu(self, done: Any) -> "Location":
+        """The location, whose rank XLA on CPU reads only after the arrays in `done` are computed.
 
         Positions and tile lists derive from the rank. Without this order XLA computes those of all hops at once.
         """
-        return dataclasses.replace(self, rank=after_on_cpu(self.rank, tokens))
+        return dataclasses.replace(self, rank=after_on_cpu(self.rank, done))
 
 
 def owner(ring: Ring, location: Location, offset: Any) -> Any:
-    """The number of the shard of keys that have travelled `offset` to this rank."""
+    """The number of the shard whose keys have travelled `offset` to this rank."""
     return 0 if ring.gathers else source(ring.levels, location.rank, offset)
 
 
@@ -76,35 +69,36 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
     The ids and positions of keys in `call` are those of all ranks.
     """
-    origin, shard = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
+    shard, length = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
     q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
-    kv_index = _rows(ring.keys.indices(origin, shard)[None], kv)
-
-    def of_hop(name: str) -> Any:
-        x = getattr(call, CALL_NAMES[name])
-        if x is None:
-            return None
-        if name in BY_COLUMN:
-            return _rows(ring.keys.columns(x, origin), kv)
-        if name in OF_KEYS:
-            return jax.lax.dynamic_slice_in_dim(x, origin * shard + kv.start, kv.length, x.ndim - 1)
-        return x
-
-    arrays = {name: in_block_form(name, of_hop(name)) for name in HELD}
+    kv_index = _of_rows(kv, ring.keys.indices(shard, length)[None])
     query_offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
-    by_layout = {"q_positions": q_index + query_offset, "kv_positions": kv_index}
-    arrays |= {name: x for name, x in by_layout.items() if arrays[name] is None}
-    if arrays["seed"] is not None:
-        arrays["seed"] = jnp.broadcast_to(arrays["seed"], (call.query.shape[0],))
+
+    def of_keys(x: jax.Array | None) -> Any:
+        """The entries of these keys, from an array over the keys of all ranks in the order of the ranks."""
+        return x if x is None else jax.lax.dynamic_slice_in_dim(x, shard * length + kv.start, kv.length, x.ndim - 1)
+
+    def columns(x: jax.Array | None) -> Any:
+        """The columns of these keys, from an array over all keys in natural order."""
+        return x if x is None else _of_rows(kv, ring.keys.columns(x, shard))
+
     return Block(
+        q=call.query,
         kv=kv.arrays,
+        q_positions=q_index + query_offset if call.q_positions is None else jnp.atleast_2d(call.q_positions),
+        kv_positions=kv_index if call.kv_positions is None else jnp.atleast_2d(of_keys(call.kv_positions)),
         q_index=q_index,
         kv_index=kv_index,
         batch_index=location.batch_index,
         head_index=location.head_index,
+        q_segments=call.q_segment_ids,
+        kv_segments=of_keys(call.kv_segment_ids),
+        bias=columns(call.bias),
+        mask=columns(call.attention_mask),
+        slopes=None if call.alibi_slopes is None else call.alibi_slopes[None],
+        seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
-        keys_from=_keys_from(call.layout, offset) if static_masks(ring.kernel) else None,
-        **arrays,
+        keys_from=_keys_from(call.layout, offset) if wants_static_masks(ring.kernel) else None,
     )
 
 
@@ -119,13 +113,13 @@ def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start
     return ring.keys.put_columns(whole, part, shard)
 
 
-def _rows(x: jax.Array, kv: KV) -> jax.Array:
+def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
     """The entries of `x` for the rows in `kv`; the last axis of `x` is over the rows of the whole shard."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
 
 
-def static_masks(kernel: BlockKernel) -> bool:
+def wants_static_masks(kernel: BlockKernel) -> bool:
     """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
     return getattr(kernel, "static_masks", False)
 
@@ -133,8 +127,3 @@ def static_masks(kernel: BlockKernel) -> bool:
 def _keys_from(layout: str, offset: Any) -> str:
     """The value of `Block.keys_from`. The offset of a rank's own keys is always the integer 0, never traced."""
     return "own" if isinstance(offset, int) and offset == 0 else layout
-
-
-def in_block_form(name: str, x: jax.Array | None) -> Any:
-    """`x`, a call's array, with all axes that `name` has in a `Block`: missing leading axes are added with length 1."""
-    return None if x is None else x.reshape((1,) * (len(LETTERS[name]) - x.ndim) + x.shape)

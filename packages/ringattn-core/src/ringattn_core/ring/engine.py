@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a call on one rank with a block kernel: the ring as one differentiable function, a `custom_vjp`."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -47,8 +46,6 @@ def prepared(
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
     shards = Shards(call.layout, math.prod(sizes), stripe)
-    # The hops must be known before the program runs. With `query_offset`, which may be traced, no hop is left out.
-    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
     lengths = call.query.shape[1], call.key.shape[1]
     location = Location(
         jnp.asarray(rank, jnp.int32),
@@ -60,7 +57,7 @@ def prepared(
         axis,
         queries=shards,
         keys=Shards(call.layout, 1) if gathers else shards,
-        levels=() if gathers else levels(rule, shards, lengths, axis, tuple(sizes)),
+        levels=() if gathers else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
     )
     return ring, location
 

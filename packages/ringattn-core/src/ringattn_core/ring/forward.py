@@ -16,7 +16,7 @@ from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import whole_keys
 from .blocks import Location, Ring, block
-from .plan import Level, Step
+from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
 from .sends import KV, after, packed, sent
 
@@ -61,20 +61,20 @@ def around(level: Level, body: Body) -> Body:
     """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own first."""
 
     def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
-        def hop(carry: tuple[KV, Partial | None], step: Step) -> Any:
+        def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
             # The send and the kernel of this hop start after the kernel of the hop before.
             kv = after(kv, partial and partial.lse)
-            leaving = after(own, partial and partial.lse) if level.straight else kv
-            arriving = sent(level, leaving, step.keys)
-            return arriving, body(kv, base + step.offset, partial)
+            keys_out = after(own, partial and partial.lse) if level.straight else kv
+            keys_in = sent(level, keys_out, hop.keys)
+            return keys_in, body(kv, base + hop.offset, partial)
 
-        return level.each(hop, (own, partial), level.forward)[1]
+        return level.each(one_hop, (own, partial), level.forward)[1]
 
     return loop
 
 
-def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
+def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:
     """The attention sinks of the call. A sink of +inf becomes NaN, because it would silently hide every key."""
     sinks = call.softmax_aux
     return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)

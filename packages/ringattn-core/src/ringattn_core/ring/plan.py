@@ -16,8 +16,8 @@ from ..masks import Coordinates, any_of
 from ..placement.layout import Shards, pieces
 
 UNROLLED: Final = 8
-"""The most hops with keys of others that are unrolled, which XLA overlaps best. More run in a `scan`, which keeps
-programs small, if their sends are alike: masks can leave out hops in the middle."""
+"""Up to this many hops, a rank's own keys not counted, are unrolled, which XLA overlaps best. More run in a `scan`,
+which keeps programs small, unless their sends differ because masks leave out hops in the middle."""
 MOST_TILES: Final = 64
 """Rows that travel are counted in tiles: a shard has at most this number of them."""
 
@@ -30,10 +30,11 @@ class Send(NamedTuple):
     """The first row, and one more than the last."""
 
 
-class Step(NamedTuple):
+class Hop(NamedTuple):
     """One hop: how far the keys that are here have travelled, and what is sent meanwhile.
 
-    `offset` counts ranks of the whole ring. `keys` sends the keys of the next hop, and `gradients` those that the hop
+    `offset` says which rank's keys are here (`source`): a number with a digit for each level, which says how many ranks
+    of that level they have travelled. `keys` sends the keys of the next hop, and `gradients` the gradients that the hop
     before has computed; `None` sends nothing.
     """
 
@@ -44,17 +45,17 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A ring over one mesh axis or several: at hop `t`, rank `r` has keys of rank `r - offsets[t]`; `offsets[0]` is 0.
+    """A ring over a mesh axis or several: at hop `t`, rank `r` has keys of rank `r - distances[t]`; the first is 0.
 
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
     their owner, and their gradients go straight home; such a level is the only one, and its hops are unrolled. `stride`
-    is the distance of neighbours in the whole ring: the product of the sizes of the levels inside this one. Ranks,
-    `offsets` and the shifts of sends are counted in the level.
+    is how far apart neighbours of this level are in the whole ring: the product of the sizes of the levels inside it.
+    `distances`, and the shifts of sends, count ranks of this level.
     """
 
     axis: tuple[str, ...]
     ranks: int
-    offsets: tuple[int, ...]
+    distances: tuple[int, ...]
     stride: int = 1
     rows: tuple[tuple[int, int], ...] | None = None
     """The rows of a shard that some rank sees at each hop."""
@@ -65,60 +66,62 @@ class Level:
         return self.rows is not None
 
     @property
-    def forward(self) -> tuple[Step, ...]:
+    def forward(self) -> tuple[Hop, ...]:
         """The hops of the forward pass."""
-        return tuple(Step(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.offsets)))
+        return tuple(Hop(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.distances)))
 
     @property
     def first(self) -> Send:
         """The send before the first hop of the backward pass."""
-        return Send(self.offsets[1], self.rows[1] if self.rows else None)
+        return Send(self.distances[1], self.rows[1] if self.rows else None)
 
     @property
-    def backward(self) -> tuple[Step, ...]:
+    def backward(self) -> tuple[Hop, ...]:
         """The hops of the backward pass with keys of other ranks."""
-        hops = range(1, len(self.offsets))
-        return tuple(Step(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
+        hops = range(1, len(self.distances))
+        return tuple(Hop(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
 
     @property
-    def own(self) -> Step:
+    def own(self) -> Hop:
         """The last hop of the backward pass, with a rank's own keys: the last gradients go home meanwhile."""
-        last = self.offsets[-1]
-        return Step(0, None, Send(self.ranks - last if self.rows is None else -last))
+        last = self.distances[-1]  # whole shards go onward round the ring to get home: often one rank
+        return Hop(0, None, Send(self.ranks - last if self.rows is None else -last))
 
     def _travelled(self, hop: int) -> int:
-        return self.offsets[hop] * self.stride
+        return self.distances[hop] * self.stride
 
     def _bringing(self, hop: int) -> Send | None:
         """The send of the keys of `hop`, during the hop before."""
-        if hop == len(self.offsets):
+        if hop == len(self.distances):
             return None
         if self.rows is None:
-            return Send(self.offsets[hop] - self.offsets[hop - 1])
-        return Send(self.offsets[hop], self.rows[hop])
+            return Send(self.distances[hop] - self.distances[hop - 1])
+        return Send(self.distances[hop], self.rows[hop])
 
     def _behind(self, hop: int) -> Send | None:
         """The send, during `hop`, of the gradients of the hop before: behind their keys, or straight home."""
         if hop == 1:
             return None
-        return self._bringing(hop) if self.rows is None else Send(-self.offsets[hop - 1])
+        return self._bringing(hop) if self.rows is None else Send(-self.distances[hop - 1])
 
     def pairs(self, shift: int) -> list[tuple[int, int]]:
         """The sender and the receiver of each message of a permute by `shift` ranks."""
         return [(rank, (rank + shift) % self.ranks) for rank in range(self.ranks)]
 
-    def each(self, hop: Callable[[Any, Step], Any], carry: Any, steps: Sequence[Step]) -> Any:
-        """`carry = hop(carry, step)` for each of the `steps`: unrolled, or all but the first and the last in a `scan`.
+    def each(self, one_hop: Callable[[Any, Hop], Any], carry: Any, hops: Sequence[Hop]) -> Any:
+        """`carry = one_hop(carry, hop)` for each of `hops`: unrolled, or all but the first and the last in a `scan`.
 
-        A `scan` needs steps that send the same. A hop of this level is `stride` hops of the whole ring.
+        A `scan` needs hops that send the same. A hop of this level is `stride` hops of the whole ring.
         """
-        between = steps[1:-1]
-        if (len(self.offsets) - 1) * self.stride <= UNROLLED or len({step[1:] for step in between}) != 1:
-            return functools.reduce(hop, steps, carry)
-        offsets = jnp.asarray([step.offset for step in between], jnp.int32)
-        carry = hop(carry, steps[0])
-        carry, _ = jax.lax.scan(lambda carry, at: (hop(carry, between[0]._replace(offset=at)), None), carry, offsets)
-        return hop(carry, steps[-1])
+        between = hops[1:-1]
+        if (len(self.distances) - 1) * self.stride <= UNROLLED or len({hop[1:] for hop in between}) != 1:
+            return functools.reduce(one_hop, hops, carry)
+        offsets = jnp.asarray([hop.offset for hop in between], jnp.int32)
+        carry = one_hop(carry, hops[0])
+        carry, _ = jax.lax.scan(
+            lambda carry, at: (one_hop(carry, between[0]._replace(offset=at)), None), carry, offsets
+        )
+        return one_hop(carry, hops[-1])
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,9 +130,9 @@ def levels(
 ) -> tuple[Level, ...]:
     """The levels of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
 
-    A ring that needs the whole shards of all ranks has a level for each axis. One that leaves out hops or rows has one
-    level for all axes: its few sends are shorter than a round of every axis. `lengths` are the numbers of queries and
-    keys of a shard.
+    A ring that needs the whole shards of all ranks has a level for each axis. A ring that leaves out hops or rows has
+    one level over all axes, because a few sends take less time than a round of every axis. `lengths` are the numbers of
+    queries and keys of a shard.
     """
     made = visits(rule, shards, lengths)
     if len(made) == 1:
@@ -137,7 +140,6 @@ def levels(
     if len(made) < shards.count or {*made.values()} != {(0, lengths[1])}:
         rows = tuple(made.values()) if len(made) - 1 <= UNROLLED else None
         return (Level(axis, shards.count, tuple(made), rows=rows),)
-    # `visits` counts offsets round the whole ring, `source` digit by digit: the same only where no hop is left out.
     found, stride = [], 1
     for name, size in reversed([*zip(axis or ("",) * len(sizes), sizes, strict=True)]):
         if size > 1:
@@ -149,7 +151,7 @@ def levels(
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; either may be an array.
 
-    An offset is a number with a digit for each level, and each digit counts back round its own level.
+    Each digit of an offset counts back round its own level. With one level, that is `rank - offset`.
     """
     for level in levels:
         digit = rank // level.stride % level.ranks
@@ -160,9 +162,9 @@ def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
 def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
     """The offsets at which some query may see some key, each with the rows of a shard that some rank sees.
 
-    Masks leave out hops and rows only if they have bounds by position and `rule.increasing` is true; the engine sets it
-    to false for queries with an offset. Segment ids leave out none, because they are known only at run time. With more
-    than `UNROLLED` hops, rows are those of whole shards.
+    `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position and
+    `rule.increasing` is true. Segment ids leave out none, because they are known only at run time. More than `UNROLLED`
+    hops have the rows of whole shards.
     """
     others, whole = range(1, shards.count), (0, lengths[1])
     if not rule.increasing:

@@ -67,18 +67,18 @@ def total(dkv: KV, arriving: KV | None) -> KV:
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
 
 
-def after(x: Any, tokens: Any) -> Any:
-    """The arrays `x`, ordered after the arrays `tokens`: nothing that reads the result starts before these."""
-    return _tied(ordering.tie, x, tokens)
+def after(x: Any, done: Any) -> Any:
+    """The arrays `x`, ordered: nothing that reads the result starts before all arrays in `done` are computed."""
+    return _tied(ordering.tie, x, done)
 
 
-def after_on_cpu(x: Any, tokens: Any) -> Any:
-    """The arrays `x`, on CPU ordered after the arrays `tokens`, because sends block there; unchanged elsewhere."""
-    return _tied(ordering.tie_on_cpu, x, tokens)
+def after_on_cpu(x: Any, done: Any) -> Any:
+    """The arrays `x`, on CPU ordered after the arrays in `done`, because sends block there; unchanged elsewhere."""
+    return _tied(ordering.tie_on_cpu, x, done)
 
 
-def _tied(tie: Callable[..., Any], x: Any, tokens: Any) -> Any:
-    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(tokens), x), x)
+def _tied(tie: Callable[..., Any], x: Any, done: Any) -> Any:
+    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(done), x), x)
 
 
 def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:

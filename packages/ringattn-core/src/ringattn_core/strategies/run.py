@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..placement import axes
 from ..placement.layout import Shards
 from ..ring import engine
-from ..ring.blocks import static_masks
+from ..ring.blocks import wants_static_masks
 from ..ring.plan import visits
 from ..tuning.choice import with_parameters
 from . import STRATEGIES, ulysses
@@ -53,9 +53,7 @@ def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
 
 def _leaves_out_keys(call: Call, ranks: int) -> bool:
     """Whether the ring would leave out hops, or rows of keys, because by their positions no query sees them."""
-    # The offset of queries may be traced, so the masks then leave out none.
-    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
-    rows = visits(rule, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    rows = visits(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
     return len(rows) < ranks or {*rows.values()} != {rows[0]}
 
 
@@ -65,7 +63,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
     if registration is not None and registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    if registration is not None and call.causal and static_masks(registration.implementation()):
+    if registration is not None and call.causal and wants_static_masks(registration.implementation()):
         # In a striped ring of groups a shard has runs of consecutive tokens, for which there is no static mask.
         striped_groups = inner < ranks and call.layout == "striped"
         lacking = ("all_gather", "ulysses") if striped_groups else ("all_gather",)
@@ -78,7 +76,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 def run(registration: Registration, call: Call) -> Any:
     """The output of one shard, or `(out, lse)`. `call.strategy` is one that `settled` returns."""
-    moved = _moved(call)
+    moved = _that_runs(call)
     tuned = with_parameters(registration, moved.narrowed())
     moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
@@ -92,9 +90,9 @@ def run(registration: Registration, call: Call) -> Any:
 
 def tuned_as(call: Call) -> Call:
     """The call for which tuning chooses parameters, as kernels read it."""
-    return _moved(call).narrowed()
+    return _that_runs(call).narrowed()
 
 
-def _moved(call: Call) -> Call:
+def _that_runs(call: Call) -> Call:
     """The call that the engine runs: with "ulysses", it has some heads and all tokens of a group."""
     return ulysses.by_heads(call) if call.strategy == "ulysses" else call

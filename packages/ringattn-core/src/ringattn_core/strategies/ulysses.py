@@ -42,7 +42,7 @@ def by_heads(call: Call) -> Call:
     packed = with_wide_gradient(packed, move, axis=inner) if copies > 1 else move(packed)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
-    moved: dict[str, Any] = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
+    moved: dict[str, Any] = {name: _moved_array(call, name, x, inner, ranks) for name, x in rest.items()}
     by_rank = (*(call.head_axis_name or ()), inner)
     moved |= {"key": key, "value": value}
     wide = {name: x for name, x in moved.items() if x.dtype != getattr(call, name).dtype}
@@ -66,7 +66,7 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     return (back(out, arrays.Output), back(lse, arrays.LogSumExp)) if call.return_lse else back(out, arrays.Output)
 
 
-def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
+def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
     layout = call.layout

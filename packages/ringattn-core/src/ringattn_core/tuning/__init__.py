@@ -2,6 +2,6 @@
 """Which kernel parameters a call runs with: its own, an overlay's, tuned ones, or the backend's default."""
 
 from .choice import forget as forget
-from .overlay import overlay as overlay
+from .choice import overlay as overlay
 from .problem import Problem as Problem
 from .problem import Tunable as Tunable

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from ..config import RingAttentionConfig
 from ..errors import in_one_line
-from .policy import CACHE_VARIABLE
 from .problem import Problem
 
+VARIABLE: Final = "RINGATTN_CACHE_DIR"
 _FORMAT: Final = 1
 _logger: Final = logging.getLogger("ringattn")
 _report: Final = functools.cache(_logger.warning)
@@ -37,7 +37,7 @@ class Entry:
 
 def directory() -> Path | None:
     """The directory of the cache files; `None`, with a warning, for a user without a home directory."""
-    asked = os.environ.get(CACHE_VARIABLE)
+    asked = os.environ.get(VARIABLE)
     if asked:
         return Path(os.path.abspath(os.path.expanduser(asked))) / "tuning"
     import platformdirs
@@ -50,7 +50,7 @@ def directory() -> Path | None:
         return Path(root) / "tuning"
     _report(
         f"there is no cache directory for this user ({root}): tuning results hold for this process only. "
-        f"Set {CACHE_VARIABLE} to a directory"
+        f"Set {VARIABLE} to a directory"
     )
     return None
 
@@ -58,10 +58,7 @@ def directory() -> Path | None:
 def read(problem: Problem) -> Entry | None:
     """The entry for this problem, or `None`. An unusable file is reported, and the next tuning replaces it."""
     root = directory()
-    entry = None if root is None else _read(root / f"{problem.digest}.json")
-    if entry is not None and json.dumps(entry.problem, sort_keys=True) != problem.key:
-        return _unusable(entry.path, "it is for another problem")
-    return entry
+    return None if root is None else _read(root / f"{problem.digest}.json", problem.key)
 
 
 def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]] = ()) -> Path | None:
@@ -107,25 +104,19 @@ def clear() -> int:
     return len(paths)
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path, key: str | None = None) -> Entry | None:
+    """The entry in a file, or `None`; with a `key`, only that of this problem."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _report(f"cannot read {path}: {in_one_line(error)}. The backend's default is used")
-        return None
-    except ValueError as error:
-        return _unusable(path, in_one_line(error))
-    try:
-        told = json.loads(text)
+        told = json.loads(path.read_text(encoding="utf-8"))
         if told["format"] != _FORMAT:
-            return _unusable(path, f"its format is {told['format']!r}")
+            raise ValueError(f"its format is {told['format']!r}")
+        if key not in (None, json.dumps(told["problem"], sort_keys=True)):
+            raise ValueError("it is for another problem")
         config = RingAttentionConfig.from_dict(told["config"])
         return Entry(dict(told["problem"]), config, tuple(map(dict, told["trials"])), path)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        return _unusable(path, in_one_line(error))
-
-
-def _unusable(path: Path, reason: str) -> None:
-    _report(f"the tuned configuration in {path} cannot be used: {reason}. The backend's default is used")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        reason = in_one_line(error)
+        _report(f"the tuned configuration in {path} cannot be used: {reason}. The backend's default is used")
+        return None

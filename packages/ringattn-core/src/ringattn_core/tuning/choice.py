@@ -1,29 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses kernel parameters: the call's own come first, then an overlay's, then tuned ones, then the defaults."""
 
+import contextlib
+import contextvars
 import dataclasses
 import importlib
 import logging
+import os
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import jax
+
 from ..backends.discovery import Registration, on_clear
-from ..config import RingAttentionConfig
+from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..contract.call import Call
-from ..errors import ToolsNotFoundError, TuningError
+from ..errors import InputError, ToolsNotFoundError, TuningError
 from ..placement.axes import size
 from . import cache
-from .overlay import OPEN, filled, overlays
-from .policy import VARIABLE, current
 from .problem import Problem, of_call, tunable
 
+VARIABLE: Final = "RINGATTN_AUTOTUNE"
+POLICIES: Final = ("off", "cached", "on")
 _logger: Final = logging.getLogger("ringattn")
+_overlays: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.ContextVar("overlays", default=())
 _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
 """What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
-"""Counts replacements of tuned results. A program traced before one may run with old parameters."""
+"""Counts changes of `_known`. A program traced before one may run with old parameters."""
+
+
+def policy() -> str:
+    """What `RINGATTN_AUTOTUNE` says: "off", "cached" (the default) or "on". Each allows more than the one before it.
+
+    "off" is the backend's default, without reading the cache. "cached" is the result of an earlier tuning of this
+    problem, else the backend's default. "on" is the result of an earlier tuning, else tunes now.
+
+    Where several processes run one program, all must compile the same program. No call tunes then, and the cache is
+    read only if `RINGATTN_CACHE_DIR` is set, which must name the same directory for all.
+    """
+    said = os.environ.get(VARIABLE, "").strip().lower() or "cached"
+    if said not in POLICIES:
+        remedy = f"Set it to one of {', '.join(POLICIES)}, or unset it"
+        raise InputError(f"environment variable {VARIABLE}", f"got {said!r}", remedy)
+    if said != "off" and jax.process_count() > 1:
+        return "cached" if os.environ.get(cache.VARIABLE) else "off"
+    return said
+
+
+@contextlib.contextmanager
+def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
+    """Sets the forward or backward parameters in `cfg` for the calls in this context that set none.
+
+    The innermost overlay that sets them wins. An overlay that names a backend applies to that backend's calls only.
+    Overlays are read when a call is traced: a function that `jax.jit` has already compiled does not change.
+    """
+    token = _overlays.set((RingAttentionConfig.of(cfg, "overlay"), *_overlays.get()))
+    try:
+        yield
+    finally:
+        _overlays.reset(token)
+
+
+def _overlays_of(backend: str) -> tuple[RingAttentionConfig, ...]:
+    """The overlays of this context that apply to calls of `backend`, the innermost first."""
+    return tuple(cfg for cfg in _overlays.get() if cfg.backend_name in (None, backend))
 
 
 def state(backend: str) -> Hashable:
@@ -31,7 +74,7 @@ def state(backend: str) -> Hashable:
 
     A program traced under a different value must be traced again.
     """
-    return current(), overlays(backend), _changes
+    return policy(), _overlays_of(backend), _changes
 
 
 def forget() -> None:
@@ -49,37 +92,51 @@ def with_parameters(registration: Registration, call: Call) -> Call:
 
     Forward and backward parameters are chosen separately: a call may set one of them only.
     """
-    forward, backward = call.fwd_params, call.bwd_params
-    for cfg in overlays(registration.name):
-        forward, backward = filled(forward, backward, cfg)
-    if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
-        kernel = registration.implementation()
-        if tunable(registration) or hasattr(kernel, "default_config"):
-            problem = of_call(registration, call, size("axis_name", call.axis_name or ()))
-            forward, backward = filled(forward, backward, configured(registration, problem))
-    if forward is call.fwd_params and backward is call.bwd_params:
-        return call
-    return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
+    cfgs = _overlays_of(registration.name)
+    forward = [x for x in (call.fwd_params, *(cfg.fwd_params for cfg in cfgs)) if x != FwdParams()]
+    backward = [x for x in (call.bwd_params, *(cfg.bwd_params for cfg in cfgs)) if x != BwdParams()]
+    if not (forward and backward):
+        tuned = RingAttentionConfig()
+        if tunable(registration) or hasattr(registration.implementation(), "default_config"):
+            tuned = configured(registration, of_call(registration, call, size("axis_name", call.axis_name or ())))
+        forward, backward = [*forward, tuned.fwd_params], [*backward, tuned.bwd_params]
+    return dataclasses.replace(call, fwd_params=forward[0], bwd_params=backward[0])
 
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:
     """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
-    global _changes
-    policy = current()
-    if policy == "off":
+    said, key = policy(), _key(registration, problem)
+    if said == "off":
         return default(registration, problem)
-    missed_before = _key(registration, problem) in _known
-    found = _stored(registration, problem)
-    if found is None and policy == "on" and tunable(registration):
-        found = _tuned_now(registration, problem)
-        _changes += missed_before  # with the policy "cached", programs were traced with the default
-    return default(registration, problem) if found is None else found
+    if key not in _known:  # each problem is looked up on the disk once
+        entry = None if registration.in_process else cache.read(problem)
+        _known.setdefault(key, None if entry is None else entry.config)  # another thread may have tuned it meanwhile
+    if _known[key] is None and said == "on" and tunable(registration):
+        with _one_at_a_time:  # two tunings would disturb each other's times
+            if _known[key] is None:
+                _tune(registration, problem)
+    return _known[key] or default(registration, problem)
+
+
+def _tune(registration: Registration, problem: Problem) -> None:
+    """Tunes by `ringattn-tools`, which core knows by its name only. If that fails, the default becomes the result."""
+    try:
+        search: Any = importlib.import_module("ringattn_tools.search")
+    except ModuleNotFoundError as error:
+        if error.name != "ringattn_tools":
+            raise
+        raise ToolsNotFoundError(f"{VARIABLE}=on") from None
+    try:
+        search.tune(problem, registration)
+    except TuningError as error:
+        _known[_key(registration, problem)] = default(registration, problem)
+        _logger.warning("%s. Its default is used", error)
 
 
 def default(registration: Registration, problem: Problem) -> RingAttentionConfig:
     """The backend's `default_config` for the problem; if it has no such function, a configuration that sets nothing."""
     own = getattr(registration.implementation(), "default_config", None)
-    return OPEN if own is None else own(problem)
+    return RingAttentionConfig() if own is None else own(problem)
 
 
 def store(
@@ -91,51 +148,10 @@ def store(
     stored on the disk, because it has no version. `trials` are the times of all candidates.
     """
     global _changes
-    _keep(registration, problem, config, trials)
-    _changes += 1
-
-
-def _keep(
-    registration: Registration, problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]]
-) -> None:
     _known[_key(registration, problem)] = config
+    _changes += 1
     if not registration.in_process:
         cache.write(problem, config, trials)
-
-
-def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
-    """The configuration from memory or disk. Each problem is looked up on the disk once."""
-    key = _key(registration, problem)
-    if key not in _known:
-        entry = None if registration.in_process else cache.read(problem)
-        # Another thread may have tuned the problem meanwhile.
-        _known.setdefault(key, None if entry is None else entry.config)
-    return _known[key]
-
-
-def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
-    """Tunes, unless another thread did so meanwhile. The lock keeps two tunings from disturbing each other's times."""
-    key = _key(registration, problem)
-    with _one_at_a_time:
-        if _known.get(key) is None:
-            usual = default(registration, problem)
-            try:
-                outcome = _search().fastest(registration, problem, usual)
-                _keep(registration, problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
-            except TuningError as error:
-                _known[key] = usual
-                _logger.warning("%s. Its default is used", error)
-        return _known[key]
-
-
-def _search() -> Any:
-    """The module of `ringattn-tools` that times candidates. Core knows that distribution by its name only."""
-    try:
-        return importlib.import_module("ringattn_tools.search")
-    except ModuleNotFoundError as error:
-        if error.name != "ringattn_tools":
-            raise
-        raise ToolsNotFoundError(f"{VARIABLE}=on") from None
 
 
 def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 import jax
 
@@ -83,7 +83,6 @@ class Problem:
         return hashlib.sha256(self.key.encode()).hexdigest()[:32]
 
 
-@runtime_checkable
 class Tunable(Protocol):
     """Two optional functions of a kernel, by which core chooses its parameters."""
 
@@ -97,19 +96,11 @@ class Tunable(Protocol):
 
 
 def tunable(registration: Registration) -> bool:
-    """Whether core can tune the backend: it is a block kernel with `candidate_configs`."""
-    return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
+    """Whether core can tune the backend: its kernel has `candidate_configs`."""
+    return hasattr(registration.implementation(), "candidate_configs")
 
 
-UNSEEN: Final = (
-    "softmax_aux",
-    "axis_name",
-    "batch_axis_name",
-    "head_axis_name",
-    "return_lse",
-    "strategy",
-    "wide",
-)
+UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", "strategy", "wide")
 """The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",
@@ -154,8 +145,8 @@ def machine(kind: str) -> str:
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
     """The versions that may change the compiled program."""
-    core = importlib.metadata.version("ringattn-core")
-    return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
+    core = ("ringattn-core", importlib.metadata.version("ringattn-core"))
+    return (("jax", jax.__version__), core, (registration.distribution, registration.version))
 
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")

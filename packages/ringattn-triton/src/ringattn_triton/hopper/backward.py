@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass in one kernel for Hopper: which blocks it takes, and how it is launched."""
+"""The backward pass in one kernel for Hopper: which blocks the kernel takes, and how it is launched."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,31 +21,33 @@ from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
 TARGET: Final = Target("cuda", 90)
-"""The only target of the kernels of this family."""
+"""The only device for which the kernels of this family are made."""
 _TOGETHER: Final = 512
-"""The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
+"""The wanted number of turns (key tiles) in the heads that run side by side, where turns do not wait for each other:
+few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
 1.3 times as long as with 16, because the cache does not hold so many heads."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
-"""The same for heads of more than 128: with 8, the kernel takes 1.1 times as long."""
+"""Like `_TOGETHER_IN_ORDER`, for heads of more than 128: with 8 key heads, the kernel takes 1.1 times as long."""
 _LONG: Final = 16
-"""The least number of steps of a turn for each turn of its key head that runs at once: they begin 1.5 steps apart."""
+"""The least ratio of the steps of a turn to the turns of its key head that run at once. These turns begin 1.5 steps
+apart."""
 _WIDE_LONG: Final = 31
-"""The same for heads of more than 128, whose turns begin farther apart."""
+"""Like `_LONG`, for heads of more than 128, whose turns begin farther apart."""
 _STEPS: Final = 8
-"""The smallest number of steps of a turn for each turn of a head that would run at the same time, if all heads ran side
-by side. With fewer, turns wait too long. At this bound, under a causal mask, a simulation of the waits gives 1.3 times
-the steps; two passes take 1.4 times as long."""
+"""The least ratio of the steps of a turn to the turns of its head that would run at once if all heads ran side by side.
+Below this ratio, turns wait too long for each other. At this ratio, under a causal mask, a simulation of the waits
+gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
-"""The same for heads of more than 128, where two passes take 2.2 times as long."""
+"""Like `_STEPS`, for heads of more than 128, for which two passes take 2.2 times as long."""
 _TURNS_IN_STRIP: Final = 4
-"""How many turns each program takes in a launch that keeps ds, without grouped heads."""
+"""How many turns (key tiles) each program takes in a launch for a strip, if every query head has its own key head."""
 _REGISTERS_AT_START: Final = 168
 
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
-    """Why the one-pass kernel does not take the block, or `None` where it does."""
+    """Why the one-pass kernel does not take the block, or `None` if it does."""
     plan = plan_of(constants)
     if plan is None:
         return "the one-pass backward kernel has no heads of these sizes"
@@ -68,17 +70,18 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
 
 
 def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
-    """Whether turns add to dq in order: where the caller wants the same bits at every run, or where it is faster.
+    """Whether turns add to dq in the order of their numbers, so that every run gives the same bits.
 
-    On an H100 the order takes 0.83 of the time with 8 heads in a group, because turns share tiles in the cache, and
-    0.94 with 2k tokens or 0.92 with documents, because dq needs no zeros; it takes 1.02 with 16k tokens.
+    They do if the caller wants the same bits, or if it is faster. On an H100, an ordered kernel takes 0.83 of the time
+    with 8 heads in a group, because turns share tiles in the cache. It takes 0.94 with 2k tokens and 0.92 with
+    documents (segment ids), because dq needs no zeros, and 1.02 with 16k tokens.
     """
     faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
     return not block.rule.fused_backward or (faster and not plan.wide and _enough_heads(block, constants, plan))
 
 
 def _enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
-    """Whether so many heads run at once that a turn seldom waits to add its dq: turns of one head add in order."""
+    """Whether enough heads run at once for turns to wait seldom. (A turn waits only for turns of the same head.)"""
     least = -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // _steps_of_all(constants, plan))
     return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 
@@ -86,8 +89,9 @@ def _enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -
 def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads have turns side by side where turns wait for each other.
 
-    They share query tiles in the cache while they are in step. Under a causal mask they stay in step if half of the
-    turns run at once: each program then takes a long turn and a short one, and all begin the next heads together.
+    The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
+    if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
+    together.
     """
     most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
     turns = -(-constants.kv_length // plan.kv_tile)
@@ -95,7 +99,7 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
 
 
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many steps a turn has that sees all queries."""
+    """The number of steps of a turn that sees all queries, over all query heads of its group."""
     return -(-constants.q_length // plan.q_tile) * constants.group
 
 
@@ -107,9 +111,9 @@ def backward(
     dq: Float32[Array, "B T N H"] | None,
     target: Target = TARGET,
 ) -> Gradients:
-    """The gradients of a block that the kernel takes. They are deterministic unless `rule.fused_backward` is set.
+    """The gradients of a block that the kernel takes. The dq that it returns includes `dq` (`None`: zero).
 
-    See `_in_order`.
+    Every run gives the same bits unless `rule.fused_backward` is set; see `_in_order`.
     """
     from .dq_order import finish_dq
 
@@ -137,7 +141,7 @@ def backward(
     bias = None if block.bias_fixed else block.bias
     counters = table.counters
     pieces = plan.pieces(dim)
-    # In order, the first turn of a tile of dq writes it, and the others add to it.
+    # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
     zeros = None if ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
@@ -170,7 +174,7 @@ def backward(
         HEADS=heads,
         DIM=dim,
         Q_TILES=q_tiles,
-        SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put it into ds
+        SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put the scale into ds
         FRESH=dq is None,
         Q_TILE=plan.q_tile,
         PIECES=pieces,
@@ -180,15 +184,15 @@ def backward(
 
 
 def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Strips:
-    """The size of the strips of key tiles whose ds is in memory at a time.
+    """The size of strips of key tiles; the ds of one strip at a time is in memory.
 
-    A strip has at most four turns for each program, or more where there would be over `MOST_STRIPS` strips. Four are
-    enough for the time until the last program ends to be short beside the whole. With groups of heads there are fewer,
-    because ds of each head takes memory.
+    A strip has at most four turns for each program, or more where there would be over `MOST_STRIPS` strips. With four,
+    the time until the last program ends is short beside the whole. With groups of heads there are fewer turns, because
+    ds of each query head takes memory.
     """
     batch, _, heads, _ = block.q.shape
     turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * PROGRAMS
-    # Not a turn more: a program that takes one more than the others keeps them waiting.
+    # Rounded down: a program that takes one turn more than the others keeps them waiting.
     rows = max(turns // (batch * block.kv_heads), -(-tiles.rows // bias_gradient.MOST_STRIPS), 1)
     return bias_gradient.Strips(min(rows, tiles.rows), tiles.together, heads, tiles.columns)
 
@@ -202,10 +206,10 @@ def _launch_kernel(
     before: Sequence[jax.Array | None],
     first: Int32[Array, " 1"] | None,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel for all key tiles, or for the strip that begins at tile `first`.
+    """Launches the kernel for all key tiles (`first` is `None`), or for the strip that begins at key tile `first`.
 
-    Returns dk, dv, then the per-head parts (for a strip: its ds), the counters and the sums of dq. The arrays in
-    `before` (counters, sums and, in strips, dk and dv) are updated in place.
+    Returns dk, dv, the parts of the ALiBi slopes' gradient (for a strip: its ds), the counters, and the sums of dq. The
+    arrays in `before` (counters, sums of dq and, in strips, dk and dv) are updated in place.
     """
     from .backward_kernel import backward as kernel
 
@@ -216,7 +220,8 @@ def _launch_kernel(
         tiles_of_ds = batch, heads, plan.strip_rows, columns, plan.kv_tile, plan.q_tile
         option = jax.ShapeDtypeStruct(tiles_of_ds, block.q.dtype)
     else:
-        # Each consumer writes, for each turn, its part of the per-head gradient, apart for masked steps.
+        # Each consumer writes its part of the slope's gradient for each turn and head, in two numbers if there are
+        # masked steps.
         parts = (batch, heads, (1 + plan.masked) * rows * 2) if constants.per_head_gradient else (1,)
         option = jax.ShapeDtypeStruct(parts, jnp.float32)
     counters, *_ = before
@@ -248,9 +253,9 @@ def _rows(
     delta: Float32[Array, "B N T"],
     plan: BackwardPlan,
 ) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b kinds rows"] | None]:
-    """`lse` in units of log2, `-delta` and the numbers of `plan.of_queries` (or `None`), filled up to whole tiles."""
+    """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`."""
     more = (0, -block.q_length % plan.q_tile)
-    # A row that sees nothing, or lies past the end, weighs nothing.
+    # A row that sees nothing, or lies past the end, gets lse +inf, so that its probabilities are 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
@@ -261,7 +266,7 @@ def _rows(
         found["distance"] = (tiles - tiles[:, :, :1]).astype(jnp.float32).reshape(position.shape)
         found["position"] = jax.lax.bitcast_convert_type(position, jnp.float32)
     if block.q_segments is not None:
-        # Negative ids are padding, which must equal nothing: queries get -1, and keys -2.
+        # Negative segment ids mark padding, which must match no id: queries get -1, and keys -2.
         segment = jnp.pad(jnp.maximum(block.q_segments, -1), [(0, 0), more], constant_values=-1)
         found["segment"] = jax.lax.bitcast_convert_type(segment, jnp.float32)
     kinds = [found[kind] for kind in plan.of_queries]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Attention's backward pass in one kernel for Hopper: dk and dv in registers, dq added up in memory.
+"""Attention's backward pass in one kernel for Hopper: dk and dv are summed in registers, dq in global memory.
 
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
-(`backward_products`). One more warp fetches the query tiles that see these keys, two add dq to memory
-(`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and the consumers share the work
-in another way (`wide_products`).
+(`backward_products`). One more warp fetches the query tiles that see these keys, and two warps add dq to memory
+(`backward_transfers`). For heads of more than 128 dimensions a turn owns 64 keys, and the consumers share the work in
+another way (`wide_products`).
 """
 
 from triton.experimental import gluon
@@ -29,20 +29,22 @@ def backward(
     FIRST_TILE, DK, DV, DHEADS_OR_DS, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One program for each multiprocessor. Programs take turns, the tiles of keys of all key heads, from a counter.
+    """Writes dk and dv and adds up dq, by one persistent program for each multiprocessor.
 
-    `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
-    end, `LSE` is +inf. `OF_QUERIES [b, kinds, Q_TILES * q_tile]` has the numbers of `PLAN.of_queries`; int32 travels in
-    float32. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of
-    `dq_order`, without the scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. If turns add to dq in any order, `DQ`
-    and `DQ_BEFORE` are one array of zeros. In order, the first turn of a tile writes it, and the counter of a tile that
-    no turn visits stays 0.
+    A turn is one tile of keys of one key head; programs take turns from a counter. `LSE` (in units of log2) and
+    `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the last query, `LSE` is +inf.
+    `OF_QUERIES [b, kinds, Q_TILES * q_tile]` has the numbers of `PLAN.of_queries`; int32 numbers are bitcast to
+    float32. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without
+    the softmax scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. Unless `PLAN.ordered`, `DQ` and `DQ_BEFORE` are
+    one array, of zeros at first. If `PLAN.ordered`, the first turn of a tile overwrites it, and the counter of a tile
+    that no turn visits stays 0.
 
-    `DHEADS_OR_DS` has a number for each head, part of its steps, key tile and consumer: its part of the per-head
-    gradient. If the launch takes a strip of `PLAN.strip_rows` key tiles (the last one may have fewer), it is ds for the
-    gradient of the bias instead, `[B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]`, with keys as rows. `FIRST_TILE`
-    has the number of the strip's first key tile. The other results continue those of the earlier strips: `DK_BEFORE`
-    and `DV_BEFORE` are one array with `DK` and with `DV`. Without strips these three are `None`.
+    `DHEADS_OR_DS` has parts of the gradient of ALiBi slopes, with the sign changed: a number for each head, part of its
+    steps, key tile and consumer. In a launch for a strip of `PLAN.strip_rows` key tiles (the last strip may have
+    fewer), it is ds for the gradient of the bias instead, `[B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]`, with
+    keys as rows. `FIRST_TILE` holds the number of the strip's first key tile. The other results of a strip continue
+    those of the earlier strips: `DK_BEFORE` is one array with `DK`, and `DV_BEFORE` with `DV`. Without strips,
+    `FIRST_TILE`, `DK_BEFORE` and `DV_BEFORE` are `None`.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     Q_TILE: gl.constexpr = PLAN.q_tile

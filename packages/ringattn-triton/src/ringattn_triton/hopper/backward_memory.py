@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""The shared memory and barriers through which the warps of a one-pass backward program exchange data.
+"""The shared memory and the barriers through which the warps of a one-pass backward program exchange data.
 
 Places of one kind share an allocation: each allocation costs a consumer a register, and consumers have none left.
 """
@@ -17,37 +17,41 @@ from .hardware_barriers import FIRST_FREE, read_number
 from .head_tiles import places_of_heads
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
-"""Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are
-of hardware barriers."""
+"""The hardware barrier at which consumers learn that ds is written: by both of them, or in `wide_products` by the
+consumer that computes ds. All names down to `DQ_FULL` are numbers of hardware barriers."""
 Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
-"""The first of two barriers, one for each place of queries: both consumers have read it."""
+"""The first of two hardware barriers, one for each place of queries: both consumers have read the place."""
 DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
 DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
-"""The first of two barriers, one for each consumer: TMA has read its places of dq, to add them to memory."""
+"""The first of two hardware barriers, one for each consumer: TMA has read the consumer's places of dq."""
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 7)
-"""In `wide_products`: the softmax weights have been written to their place."""
+"""A hardware barrier for `wide_products`: the softmax weights are written to their place in shared memory."""
 WEIGHTS_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE - 1)
-"""In `wide_products`: the consumer of dk has read ds, which lay in that place last. Triton leaves the number free where
-no more than two groups have several warps."""
+"""A hardware barrier for `wide_products`: the place of the weights may be overwritten, because the consumer of dk has
+read ds, which lay there last. Triton leaves the number free in programs in which at most two partitions have several
+warps."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
-"""The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
+"""The first of four hardware barriers: at number `2 c + w`, consumer `c` has filled its places of dq for writer `w`."""
 
 TURN: gl.constexpr = gl.constexpr(0)
-"""The number of a turn. This and those below are the first of two places in `BackwardMemory.numbers`, used by turns."""
+"""The first of two places in `BackwardMemory.numbers`, used alternately: the number of a turn (one key tile of one
+head). The names down to `AFTER` are such places too."""
 BEFORE: gl.constexpr = gl.constexpr(2)
-"""A turn has this many steps with a mask, then `WHOLE` steps without, then `AFTER` steps with one."""
+"""How many steps with a mask come first in a turn; `WHOLE` steps without a mask follow, then `AFTER` steps with a
+mask."""
 WHOLE: gl.constexpr = gl.constexpr(4)
 AFTER: gl.constexpr = gl.constexpr(6)
 TILE: gl.constexpr = gl.constexpr(8)
-"""The number of the query tile in each place of queries."""
+"""The first of two places in `BackwardMemory.numbers`: the number of the query tile in each place of queries."""
 
 TURN_FULL: gl.constexpr = gl.constexpr(0)
-"""The numbers of a turn can be read. This place and those below are in `BackwardMemory.barriers`."""
+"""The first of two barriers: the numbers of a turn can be read. The names down to `DOUT_FULL` are places in
+`BackwardMemory.barriers`."""
 TURN_EMPTY: gl.constexpr = gl.constexpr(2)
 KV_EMPTY: gl.constexpr = gl.constexpr(4)
-"""In `wide_products`: both consumers are done with keys and values."""
+"""A barrier for `wide_products`: both consumers are done with the keys and values of a turn."""
 DOUT_FULL: gl.constexpr = gl.constexpr(5)
-"""The first of the barriers of the places of dout."""
+"""The first of the barriers of the places of dout, one for each place: it says that the place is filled."""
 
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
@@ -56,18 +60,17 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class BackwardMemory(NamedTuple):
     """The shared memory through which the warps of a program exchange data.
 
-    `numbers` and `barriers` have the places above, `q_full` a barrier for each place of queries. Barriers are in shared
-    memory where TMA arrives, or where they tell of turns. The others are hardware barriers (above). `x_full` says that
-    a place of `x` holds new data, `x_empty` that its readers are done with it.
+    `numbers` and `barriers` have the places named above, and `q_full` has a barrier for each place of queries. Barriers
+    lie in shared memory where TMA arrives, or where they tell of turns. The others are hardware barriers (above).
+    `x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with the data.
 
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
     `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`
-    with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. The places from
-    `first_place(kind)` on have the numbers of `PLAN.of_queries`; place `i` of `bias` has the bias, if there is one.
-    `ds` is the gradient of the scores, with keys as rows; in `wide_products` its place holds the softmax weights before
-    it. Each place of `dq` has a piece of a tile,
-    64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
-    places `2 i + c`.
+    with the lse of these queries, and a fetch of `dout` into its place `i` fills place `STAGES + i` of `rows` with
+    their -delta. The places of `rows` from `first_place(kind)` on have the numbers of `PLAN.of_queries`. Place `i` of
+    `bias` has the bias, if there is a bias. `ds` is the gradient of the scores, with keys as rows; in `wide_products`
+    its place first holds the softmax weights. Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or
+    at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`.
     """
 
     barriers: Any
@@ -127,34 +130,34 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.constexpr_function
 def first_place(KIND, PLAN):
-    """The first place in `rows` of a kind of number in `PLAN.of_queries`; of `None`, how many places there are."""
+    """The first place in `BackwardMemory.rows` for `KIND`, one of `PLAN.of_queries`; `None`: the number of places."""
     kinds = PLAN.of_queries
     return PLAN.dout_stages + PLAN.stages * (1 + (len(kinds) if KIND is None else kinds.index(KIND)))
 
 
 @gluon.constexpr_function
 def plain_layout():
-    """Float32 in rows without swizzling."""
+    """The layout in shared memory of float32 numbers in rows, without swizzling."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
 def _begin(barriers, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialises `COUNT` barriers, each of which completes a phase after `ARRIVALS` arrivals."""
+    """Initialises `COUNT` barriers from number `FIRST` on. Each completes a phase after `ARRIVALS` arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(barriers.index(FIRST + number), count=ARRIVALS)
 
 
 @gluon.jit
 def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
-    """A consumer's place of dq, as a place for its 64 rows of dk or dv in half precision."""
+    """The place of dq of consumer `NUMBER`, reinterpreted as a place for its 64 rows of dk or dv in half precision."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
     return _place_as(shared.dq.index(NUMBER), TYPE, 64, DIM, LAYOUT)
 
 
 @gluon.jit
 def weights_place(shared):
-    """The place of ds in `wide_products`, as a place for softmax weights in the order of dq."""
+    """The place of ds in `wide_products`, reinterpreted as a place for float32 softmax weights in the order of dq."""
     return _place_as(shared.ds.index(0), gl.float32, 16, 256, plain_layout())
 
 
@@ -168,9 +171,10 @@ def _place_as(place, TYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constex
 
 @gluon.jit
 def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Tile of keys, batch row and key head of the turn that a consumer ends; its numbers may be overwritten then.
+    """Called by a consumer at the end of a turn (one key tile): returns its key tile, batch row and key head.
 
-    They are read once more here, so that no registers hold them through the loops.
+    Afterwards the turn's numbers may be overwritten. They are read from shared memory once more here, so that no
+    registers hold them through the loops.
     """
     owner = owned(read_number(shared.numbers.index(TURN + taken % 2), 4), T, KV_HEADS)
     mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
@@ -179,6 +183,9 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
-    """The number of the next turn, after `taken` turns; at least the number of all turns if none is left."""
+    """Waits for turn number `taken` (from 0) of this program, and returns its number among all turns of the launch.
+
+    A turn is the work on one key tile. If no turn is left, the result is at least the number of all turns.
+    """
     mbarrier.wait(shared.barriers.index(TURN_FULL + taken % 2), (taken // 2) & 1)
     return read_number(shared.numbers.index(TURN + taken % 2), WARPS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the tiles of the one-pass backward kernel are, and how many places they have in shared memory."""
+"""How large the tiles of the one-pass backward kernel are, and how many places each array has in shared memory."""
 
 import dataclasses
 from typing import Final
@@ -10,14 +10,14 @@ from .head_tiles import padded_size
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
-    """The tile sizes, places in shared memory and registers of a one-pass backward kernel, and how it divides the work.
+    """The tile sizes, places and registers of the one-pass backward kernel, and how it divides the work.
 
     `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
-    computes both, for half of the keys.
-    `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
-    `of_queries`: what a step reads of each query beside lse and delta: "distance" from the first query of the tile,
-    "position" and "segment", as far as options and masks need them.
-    `strip_rows`: a launch takes the turns of so many key tiles, and keeps ds of them; 0: it takes all, and keeps none.
+    computes both, for half of the keys. `masked`: some tiles may need a mask. `ordered`: turns add to dq in the order
+    of their numbers, so that every run gives the same bits. `of_queries`: which numbers a step reads of each query
+    besides lse and delta, as options and masks need them: "distance" from the first query of the tile, "position",
+    "segment". `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and
+    stores no ds.
     """
 
     q_tile: int
@@ -31,27 +31,28 @@ class BackwardPlan:
     dout_stages: int = 2
     ds_places: int = 2
     dq_places: int = 2
-    """The number of places for pieces of dq, each of 64 queries by 64 dimensions."""
+    """How many places for pieces of dq there are in shared memory; a piece is 64 queries by 64 dimensions."""
     registers: int = 240
-    """Registers of a consumer's thread while the program runs. The other warps release theirs, so it gets more."""
+    """Registers of a consumer's thread while the program runs: more than at the start, because the other warps release
+    theirs."""
 
     @property
     def barriers(self) -> int:
-        """The size of the array of barriers in `BackwardMemory`: Triton wants a power of two."""
+        """The length of the array `BackwardMemory.barriers`, rounded up to a power of two as Triton requires."""
         return power_of_two(5 + self.dout_stages)
 
     @property
     def dout_first(self) -> int:
-        """The first place of dout in its allocation, which is that of the queries unless the plan is `wide`."""
+        """The number of the first place of dout in its allocation. Unless `wide`, that is the queries' allocation."""
         return 0 if self.wide else self.stages
 
     @property
     def v_first(self) -> int:
-        """The place of values in their allocation, which is that of the keys unless the plan is `wide`."""
+        """The number of the place of values in its allocation. Unless `wide`, that is the allocation of the keys."""
         return 0 if self.wide else 1
 
     def pieces(self, dim: int) -> int:
-        """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory."""
+        """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory; `dim` is the head size."""
         return self.q_tile // 64 * -(-dim // 64)
 
 
@@ -65,7 +66,7 @@ PLANS: Final = {
 
 
 def plan_of(constants: BlockConstants) -> BackwardPlan | None:
-    """The plan for heads of these sizes, or `None` where the kernel has none."""
+    """The plan for the head sizes in `constants`, or `None` if the one-pass kernel does not take these sizes."""
     dim, value_dim = constants.head_dim, constants.value_dim
     plan = PLANS.get(int(padded_size(max(dim, value_dim) if dim > 128 else dim)))
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:

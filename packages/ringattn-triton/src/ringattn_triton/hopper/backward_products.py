@@ -2,7 +2,7 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
-"""The five products of the one-pass backward: what a consumer, a group of four warps, computes for its 64 keys."""
+"""The five products of the one-pass backward: what a consumer (four warps) computes for its 64 keys of a turn."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,11 +45,11 @@ _DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))
 
 @gluon.jit
 def again(place, places, number):
-    """The place `number` of `places`, which the step already has as `place`: Triton 3.9 computes its address once more.
+    """Place `number` of `places`: `place` itself, or with Triton after 3.6 the same place by a new address.
 
-    Triton 3.9 computes the descriptors of all products of a step as soon as their addresses are known, and holds them
-    in registers until they are used: a step spills up to 264 bytes of stack more. An address that is computed once more
-    is known only here. Triton 3.6 computes each descriptor where it is used.
+    Triton 3.9 computes the descriptors of all products of a step as soon as their addresses are known, and holds the
+    descriptors in registers until they are used: a step then spills up to 264 more bytes to the stack. An address that
+    is computed anew becomes known only here. Triton 3.6 computes each descriptor where it is used.
     """
     if _DESCRIPTORS_COME_EARLY:
         return places[0].index(number + opaque_zero())
@@ -59,7 +59,7 @@ def again(place, places, number):
 
 @gluon.constexpr_function
 def results_by_tma(GRADIENT, PLAN):
-    """Whether consumers leave dk and dv in shared memory, from where TMA writes them."""
+    """Whether consumers leave dk and dv in shared memory, from where TMA writes them to global memory."""
     return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
 
 
@@ -68,14 +68,15 @@ def compute_gradients(
     NUMBER: gl.constexpr, shared, P, DK, DV, DHEADS, turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Computes and writes dk and dv of the 64 keys that consumer `NUMBER` owns in each turn of its program.
+    """The code of consumer `NUMBER`: computes and writes dk and dv of its 64 keys in every turn, and hands over dq.
 
-    They are summed in registers over all query heads of the group.
+    dk and dv are summed in registers over all query heads of the group.
     """
     DIM: gl.constexpr = F.padded_head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
+    # A head's steps come in two parts: `before` masked steps and all whole steps, then `after` masked steps. Both parts
+    # run through one copy of the code.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
     INSIDE: gl.constexpr = heads_inside(F, PLAN)
     HEADS: gl.constexpr = 1 if INSIDE else F.group
@@ -127,7 +128,7 @@ def compute_gradients(
 def write_gradient(
     sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Writes dk or dv of 64 keys from the `first` on. A key has `DIM` numbers, and `sums` those from `FIRST_DIM` on."""
+    """Writes dk or dv of 64 keys from key `first` on, dimensions from `FIRST_DIM` on; `DIM` is the whole head size."""
     PADDED: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = layout_of(PADDED)
     written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
@@ -137,7 +138,7 @@ def write_gradient(
 
 @gluon.jit
 def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr):
-    """The `Head` that a turn works on, or 0 where no option depends on the head."""
+    """The `Head` of query head number `member` of a turn's group; 0 if no option but a bias depends on the head."""
     if F.by_head:
         _, batch, kv_head = owned(turn, T, F.kv_heads)
         return of_head(P, batch, kv_head * F.group + member, F)
@@ -150,10 +151,10 @@ def _step_of(
     dk, dv, dhead, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """One query tile against the keys, with keys as rows.
+    """One step: a query tile against the consumer's 64 keys, which are the rows of all tiles of scores.
 
-    Scores `s = k q^T`; `p = exp(s - lse)`; `dp = v dout^T - delta`; `ds = p dp`; `dv += p dout`; `dk += ds q`;
-    and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
+    Scores `s = k q^T`; `p = exp(s - lse)`; `dp = v dout^T - delta`; `ds = p dp`; `dv += p dout`; `dk += ds q`; and half
+    of `dq = ds^T k` over all 128 keys of the turn, for which the consumers exchange ds in shared memory. dq goes before
     dk: while the tensor cores compute dk, the threads store dq.
     """
     DIM: gl.constexpr = F.padded_head_dim
@@ -166,7 +167,7 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    # Heads are one piece here.
+    # In this kernel a head is one piece (`head_tiles`).
     k = shared.k[0].index(opaque_zero())
     v = shared.v[0].index(PLAN.v_first + opaque_zero())
     q = shared.q[0].index(place)
@@ -195,12 +196,12 @@ def _step_of(
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     hardware_barrier("sync", DS_FULL, 256)
-    fence_async_shared()  # for both consumers' ds; all stores have ended at the barrier, so it waits for none
+    fence_async_shared()  # for both consumers' ds, whose stores have ended at the barrier: it waits for none
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
         dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
-    else:  # or 64 rows
+    else:  # a consumer's half of dq is 64 rows
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
@@ -213,10 +214,10 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
-    """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it.
+    """Writes half a tile of dq to shared memory, in the order of `dq_order`, for the warp that adds dq to memory.
 
-    That warp also makes the fence before TMA reads. A fence here would wait until everything is stored: some 270 of the
-    3,600 cycles of a step.
+    That warp also makes the fence that must precede the read by TMA. A fence here would wait until everything is
+    stored: some 270 of the 3,600 cycles of a step.
     """
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
@@ -225,7 +226,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
-    """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
+    """Writes `sums`, dk or dv of 64 keys, to shared memory, for the warp that would add dq of step number `step`."""
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
@@ -234,6 +235,6 @@ def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
 
 @gluon.jit
 def in_register_order(x):
-    """Reorders a 64 by 64 product to `[16, 256]`, so that each thread stores 16 bytes in one piece."""
+    """Reorders a 64 by 64 product to `[16, 256]`, so that each thread stores 16 contiguous bytes at a time."""
     # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
     return gl.reshape(gl.permute(gl.reshape(x, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5)), (16, 256))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Masks, soft cap, distances and dropout of a tile of scores in the one-pass backward. The rows of a tile are keys."""
+"""Masks, soft cap, ALiBi and dropout of a tile of scores in the one-pass backward. The rows of a tile are keys."""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from .softmax import quad_layout, sums_of_parts
 
 
 class Tile(NamedTuple):
-    """What a step reads of its tile beside the products: zeros where the options do not need it.
+    """What a step loads for its tile of scores beside q, k, v and dout; a field is 0 where the options do not need it.
 
-    `away`: the keys' positions, float32, from that of the tile's first query on; for distances, exact up to 2^24.
-    `first`, `second`: the two words of each draw of dropout. `bits`: of the mask, 16 keys in each number.
+    `away`: the position of each key minus that of the tile's first query, float32, for distances; exact up to 2^24.
+    `first`, `second`: the two words of each dropout draw. `bits`: a packed mask, 16 keys in each number.
     """
 
     keys: Any
@@ -35,7 +35,7 @@ def tile_of(
     P, batch, q_tile, kv_tile, head, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
-    """The `Tile` of a query tile and consumer `NUMBER`'s 64 keys of a key tile. Loaded while products run."""
+    """Loads the `Tile` of query tile `q_tile` and consumer `NUMBER`'s 64 keys of key tile `kv_tile`."""
     keys = 0
     away = 0
     first = 0
@@ -62,7 +62,7 @@ def tile_of(
 
 @gluon.jit
 def bias_of(shared, place, NUMBER: gl.constexpr, F: gl.constexpr, SCORES: gl.constexpr):
-    """The bias of a query tile and of the 64 keys of consumer `NUMBER`, whose rows are keys; 0 without a bias."""
+    """Reads from `shared` the bias of a query tile and consumer `NUMBER`'s 64 keys (the rows); 0 without a bias."""
     if F.bias:
         return shared.bias.index(place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(SCORES)
     else:
@@ -73,9 +73,9 @@ def bias_of(shared, place, NUMBER: gl.constexpr, F: gl.constexpr, SCORES: gl.con
 def probabilities(
     s, rows, place, tile, bias, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
 ):
-    """Two results: the probabilities, and the probabilities times the derivative of the soft cap (`steep`).
+    """Two results: probabilities `p`, and `steep`: `p` times the derivative of the soft cap, which `derivatives` takes.
 
-    In both, the entries that dropout drops are negative. `derivatives` takes `steep`.
+    In both, the entries that dropout drops have a minus sign.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
     lse = rows.index(place).load(SCORES)
@@ -104,7 +104,7 @@ def probabilities(
 
 @gluon.jit
 def _queries(rows, place, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """What masks need of the queries of a tile. It lies in shared memory until it is compared, not in registers."""
+    """The `Queries` that masks need, read from shared memory just before they are compared, which saves registers."""
     low = 0
     high = 0
     segment = 0
@@ -122,7 +122,7 @@ def _whole_numbers(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr, SCORES: 
 
 @gluon.jit
 def weights(p, F: gl.constexpr):
-    """The probabilities after dropout, without the factor `1 / (1 - dropout)`."""
+    """The probabilities `p` after dropout, with 0 for dropped entries, but without the factor `1 / (1 - dropout)`."""
     if F.dropout:
         return gl.maximum(p, 0.0)
     else:
@@ -131,7 +131,7 @@ def weights(p, F: gl.constexpr):
 
 @gluon.jit
 def derivatives(steep, dp, minus_delta, F: gl.constexpr):
-    """The gradients of the scores, or under a soft cap those of the products."""
+    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`."""
     if F.dropout:
         return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
     else:
@@ -140,7 +140,7 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 @gluon.jit
 def head_sums(F: gl.constexpr):
-    """The initial sums of the gradient of ALiBi slopes: zeros, or the constant 0 if slopes are not differentiated."""
+    """What `with_head_sums` starts from: zeros, or the constant 0 if no ALiBi slopes are differentiated."""
     if F.per_head_gradient:
         return gl.zeros([64, 4], gl.float32, quad_layout(4))
     else:
@@ -149,7 +149,7 @@ def head_sums(F: gl.constexpr):
 
 @gluon.jit
 def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """Adds one tile's `ds * distance`, minus the gradient of the slope: one partial sum for each row and thread."""
+    """Adds a tile's `ds * distance` to `sums` (`sums_of_parts`); the total is -1 times the ALiBi slope's gradient."""
     if F.per_head_gradient:
         return sums + sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
     else:
@@ -158,7 +158,7 @@ def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.conste
 
 @gluon.constexpr_function
 def of_bits(Q_TILE):
-    """The layout `[4, 16 keys, queries]` of mask bits: each thread has the bits of the scores that it holds."""
+    """The register layout `[4, 16 keys, queries]` of mask bits: each thread has the bits of the scores it holds."""
     columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 8, 0], *([0, 0, column] for column in columns)],
@@ -171,7 +171,7 @@ def of_bits(Q_TILE):
 
 @gluon.jit
 def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
-    """The bits of a mask for 64 keys and a tile of queries: `[4, q_tile]`, 16 keys in each number."""
+    """Loads a packed mask for 64 keys and a tile of queries: `[4, q_tile]`, 16 keys in the low bits of each number."""
     IN_BITS: gl.constexpr = gl.SliceLayout(1, of_bits(PLAN.q_tile))
     rows = q_start + gl.arange(0, PLAN.q_tile, gl.SliceLayout(0, IN_BITS))
     rows = gl.minimum(rows, F.q_length - 1)
@@ -185,7 +185,7 @@ def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Unpacks the bits of a mask: whether each pair of a tile is visible."""
+    """Unpacks the bits of a packed mask to booleans: whether each pair of a tile is visible."""
     IN_BITS: gl.constexpr = of_bits(Q_TILE)
     key = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))).to(gl.uint32)
     seen = (bits[:, None, :] >> key[None, :, None]) & 1
@@ -194,16 +194,16 @@ def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """`|i - j|` for each pair of a tile. It reads the query positions again each time, which saves registers."""
+    """`|i - j|` for each pair of a tile. Reads the positions of queries from shared memory, to save registers."""
     return gl.abs(rows.index(first_place("distance", PLAN) + place).load(SCORES) - tile.away)
 
 
 @gluon.jit
 def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The random bits of a tile: two words for every four entries, each `[32, q_tile / 2]`.
+    """The dropout bits of a tile: two arrays of words, each `[32, q_tile / 2]`; every four entries have a word of each.
 
     Entries share draws if the indices of the tile's queries and keys are consecutive and begin at multiples of 16,
-    which is known only at run time. If they do not, their bits are collected in the same two words.
+    which is known only at run time. If they do not share draws, their bits are collected in the same two words.
     """
     IN_DRAWS: gl.constexpr = of_draws(PLAN.q_tile)
     rows = gl.arange(0, 32, gl.SliceLayout(1, IN_DRAWS))

@@ -2,7 +2,7 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
-"""What three single warps of the one-pass backward do: one takes turns and fetches tiles, two add dq to memory."""
+"""The three single warps of a one-pass backward program: one takes turns and fetches tiles, two add dq to memory."""
 
 from typing import Any, NamedTuple
 
@@ -39,17 +39,17 @@ from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
 
 @builtin
 def async_atomic_add(tensor_desc, coord, src, _semantic=None):
-    """Begins to add a tile in shared memory to device memory; Triton 3.6 has the operation, but no name for it."""
+    """Begins to add a tile in shared memory to global memory by TMA, for which Triton 3.6 has no own function."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @builtin
 def wait_for_additions(_semantic=None):
-    """Waits until all tiles that this warp added are in memory.
+    """Waits until all tiles that this warp has begun to add or store are in global memory.
 
-    `tma.store_wait` waits until shared memory has been read, which is sooner. No fence is needed: PTX has one wherever
-    the end of such an operation is observed.
+    `tma.store_wait` does not suffice: it waits only until the tiles have been read from shared memory. No fence is
+    needed: PTX implies a fence wherever the end of such an operation is observed.
     """
     assembly = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
     result = _semantic.builder.get_int32_ty()
@@ -57,10 +57,11 @@ def wait_for_additions(_semantic=None):
 
 
 class BackwardTiles(NamedTuple):
-    """Descriptors of the tiles in device memory that a program fetches and writes.
+    """TMA descriptors of the tiles in global memory that a program fetches and writes.
 
-    `dq` is a piece of a tile, in the order of shared memory. `of_queries` is used if the plan has any, and `dk`
-    and `dv` are used for results in half precision only. `bias` is 0 without a bias, and `ds` if none is kept.
+    A tile of `dq` is one piece, in the order of `dq_order`. `of_queries` is used if `PLAN.of_queries` has any kinds,
+    and `dk` and `dv` only if the results have half precision. `bias` is 0 in a call without a bias, and `ds` is 0 in a
+    launch that stores no ds.
     """
 
     k: Any
@@ -79,17 +80,18 @@ class BackwardTiles(NamedTuple):
 
 @gluon.constexpr_function
 def by_batch(F):
-    """Whether the numbers of `PLAN.of_queries` differ between batch rows."""
+    """Whether the numbers of `PLAN.of_queries` (positions, segment ids) differ between batch rows."""
     return F.q_positions_batch > 0 or F.segments
 
 
 @gluon.jit
 def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """Takes turns; fetches their keys and values, and the query tiles that they visit, as places become empty.
+    """The code of the fetching warp: takes turns and fetches their keys, values and visited query tiles.
 
-    The next turn is taken only when all fetches of this one have begun, so that it does not wait long for this program.
-    Keys arrive at the barrier of the turn's first queries, values at that of its first dout. They are fetched after
-    these, when the turn before no longer needs its own keys and values.
+    It fetches into places as they become empty. The next turn is taken only when all fetches of this turn have begun,
+    so that no turn waits long for a busy program. The keys of a turn arrive at the barrier of its first queries, the
+    values at that of its first dout. Keys and values are fetched after these queries and dout, when the previous turn
+    no longer needs its own keys and values.
     """
     DIM: gl.constexpr = padded_size(F.head_dim)
     VALUE_DIM: gl.constexpr = padded_size(F.value_dim)
@@ -143,7 +145,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if begins:
                 if PLAN.wide:
                     mbarrier.wait(shared.barriers.index(KV_EMPTY), (taken & 1) ^ 1)
-                else:  # a consumer that is done with the last dout is done with keys and values too
+                else:  # a consumer that is done with a turn's last dout is done with its keys too
                     if emptied < done:
                         hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
                         emptied += 1
@@ -158,7 +160,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
 
 @gluon.jit
 def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
-    """Announces the bytes that a place of queries gets: `BYTES`, and `MORE` with the first step of a turn."""
+    """Tells barrier `full` how many bytes will arrive: `BYTES`, or `BYTES + MORE` if `more` (a turn's first step)."""
     if more:
         mbarrier.expect(full, BYTES + MORE)
     else:
@@ -167,7 +169,7 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 
 @gluon.jit
 def _announce(shared, taken, turn, before, whole, after):
-    """Tells the other warps the next turn and its numbers of steps, once they need the turn before last no more."""
+    """Tells the other warps the next turn and its numbers of steps, once those are done with the turn before last."""
     place = taken % 2
     mbarrier.wait(shared.barriers.index(TURN_EMPTY + place), ((taken // 2) & 1) ^ 1)
     write_number(shared.numbers.index(TURN + place), turn)
@@ -182,16 +184,16 @@ def add_dq(
     NUMBER: gl.constexpr, shared, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Adds the pieces of each dq tile to memory as the consumers compute them.
+    """The code of writer `NUMBER`: adds the pieces of each dq tile to memory as the consumers compute them.
 
-    The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that
-    have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
-    counter when its addition has reached memory. That takes about as long as a step: one writer alone would hold
-    consumers up. The release is needed: without it, bits differed in 5 of 20 runs.
+    The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that have
+    added to it. A turn waits until the counter equals its rank among the turns that visit the tile. The turn raises the
+    counter when its addition has reached memory. This takes about as long as a step: one writer alone would hold the
+    consumers up. The counter must be raised with release semantics: without it, bits differed in 5 of 20 runs.
 
     No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
-    the other. So a turn waits only for turns that a running program has begun, and the lowest turn that is not done
-    waits for none. This holds however many programs run at the same time.
+    the other. So a turn waits only for turns that a running program has begun, and of the turns that are not done, the
+    one with the lowest number waits for none. This holds however many programs run at the same time.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype
@@ -239,7 +241,8 @@ def add_dq(
                 gl.atomic_add(counters + tile, 1, sem="release")
         done += F.group * count
         if RESULTS_BY_TMA:
-            # Results come like two more steps: dv to the writer of the first of them, dk to the other writer.
+            # Consumers hand dv and dk over like two more steps: dv to the writer of the first of these steps, dk to the
+            # other writer.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
@@ -258,12 +261,12 @@ def add_dq(
 
 @gluon.jit
 def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Adds both halves of a tile of dq, one from each consumer, when it is this turn's time. Stores ds in a strip.
+    """Adds both halves of a dq tile, one from each consumer, to memory, when it is this turn's time.
 
-    ds of a step is complete when the consumers have filled dq, because ds came first. Writer w stores ds from place w.
-    TMA operations finish reading in the order they were issued, and ds is issued before both halves of dq. So when both
-    places of dq are free, ds has been read. A consumer overwrites place w two steps later; in the step between it has
-    waited for its place of dq.
+    In a launch for a strip it also stores ds. A step's ds is complete when the consumers have filled dq, because they
+    write ds first. Writer w stores ds from place w. TMA operations finish reading in the order they were issued, and ds
+    is issued before both halves of dq. So when both places of dq are free, ds has been read. A consumer overwrites
+    place w of ds two steps later; in the step between, the consumer has waited for its place of dq.
     """
     BOTH: gl.constexpr = PLAN.ordered or PLAN.strip_rows > 0
     if BOTH:
@@ -289,9 +292,9 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
 def _add_wide_pieces(
     dq, tile, counter, rank, reached, shared, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr
 ):
-    """Adds the pieces of a tile of dq for heads of more than 128.
+    """Adds the pieces of a dq tile, for heads of more than 128, to memory, when it is this turn's time.
 
-    The first consumer hands over its two pieces together, in places 0 and 2. The other hands over one or two pieces,
+    The first consumer hands over its two pieces together, in places 0 and 2. The second hands over one or two pieces,
     one after the other, in place 1.
     """
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
@@ -314,7 +317,7 @@ def _add_wide_pieces(
 
 @gluon.jit
 def _add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
-    """Begins to add a piece of dq to memory. The first one of a tile in order is written over what is there."""
+    """Begins to add a piece of dq to memory. If `PLAN.ordered`, a tile's first turn (`rank` 0) overwrites memory."""
     if PLAN.ordered:
         if rank == 0:
             store(dq, [row, 0], piece)
@@ -326,5 +329,5 @@ def _add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
 
 @gluon.jit
 def _store_result(tiles, keys_at, shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
-    """Begins to write the 64 rows of dk or dv that consumer `NUMBER` has handed over."""
+    """Begins to write to memory the 64 rows of dk or dv that consumer `NUMBER` has handed over (`result_place`)."""
     store(tiles, keys_at, result_place(shared, NUMBER, TYPE, DIM).reshape((1, 1, 64, DIM)))

@@ -11,11 +11,11 @@ from ..kernels.tile_loop import full_tile, masked_tile, visit
 
 
 class Turns(NamedTuple):
-    """The turns of a launch, and the counters by which programs take them and add to dq in order.
+    """The turns of a launch, and the counters by which programs take turns and add to dq in order.
 
-    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` when it may add to a
-    tile of dq, and `count` how many turns there are. `first_tile` points to the number of the first key tile of a
-    launch that keeps ds. The first of the `counters` is the number of turns that were taken. After it, each tile of dq
+    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` when a turn may add to
+    a tile of dq, and `count` how many turns there are. `first_tile` points to the number of the first key tile, in a
+    launch for a strip. The first of the `counters` is the number of turns that were taken. After it, each tile of dq
     has the number of turns that have added to it.
     """
 
@@ -41,10 +41,10 @@ class Steps(NamedTuple):
 
 @gluon.jit
 def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """Returns the number of the next turn, or `turns.count` or more when none is left.
+    """Takes the next turn, a key tile to work on, and returns its number; if none is left, `turns.count` or more.
 
-    In a strip the counter runs over the strip's turns only, and is mapped to their numbers among all turns, which grow
-    with it.
+    In a launch for a strip, the counter runs over the strip's turns only. It is mapped to their numbers among all
+    turns, in the same order.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.strip_rows:
@@ -58,13 +58,13 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """The query tiles that a turn visits, from the first to the last, or from the last to the first if `PLAN.ordered`.
+    """The `Steps` of a turn: query tiles from the first to the last, or from the last to the first if `PLAN.ordered`.
 
-    Turns begin with the first keys, which under a causal mask most queries see. Turns of one head that run at the same
-    time then reach each shared tile one after another, in the order in which they may add to it. They stay within a
-    step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be 5.5 TB/s
-    for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does not
-    serve them, and the kernel takes 1.6 times as long.
+    The first turns own the first keys, which most queries see under a causal mask. Turns of one head that run at the
+    same time then reach each shared tile one after another, in the order in which they may add to it. These turns stay
+    within a step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be
+    5.5 TB/s for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does
+    not serve them, and the kernel takes 1.6 times as long.
     """
     visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from
@@ -77,21 +77,21 @@ def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.constexpr_function
 def heads_inside(F, PLAN):
-    """Whether a turn visits a tile of all heads of its group before the next tile, or all tiles of a head first.
+    """Whether a turn visits a query tile for all heads of its group before the next tile; if not, one head at a time.
 
-    Turns of one key head visit different numbers of tiles. With all tiles of a head first, they are soon at different
-    heads, and share no tiles in the cache: with 8 heads in a group, the kernel takes 1.13 times as long. Turns that do
-    not wait for each other are faster with all tiles of a head first. Options that depend on the head are read once
-    for each head.
+    Turns of one key head visit different numbers of tiles. With all tiles for a head first, these turns are soon at
+    different heads, and share no tiles in the cache: with 8 heads in a group, the kernel takes 1.13 times as long.
+    Turns that do not wait for each other are faster with all tiles for a head first. That order also lets options that
+    depend on the head be read once for each head.
     """
     return PLAN.ordered and not F.by_head
 
 
 @gluon.jit
 def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
-    """What follows a step of a turn with `count` tiles: the number of its tile, and that of its head in the group.
+    """The next step of a turn: its query tile, number `step` of `count`, and its head, number `member` of the group.
 
-    After the last step it is the first one again.
+    After the last step of the turn, `step` is 0 again.
     """
     if F.group == 1:
         return gl.where(step + 1 < count, step + 1, 0), member
@@ -104,7 +104,7 @@ def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
-    """The number of the query tile of a step; after the last step, an arbitrary number."""
+    """The number of the query tile that a turn visits at `step`; after the last step, an arbitrary number."""
     number = step
     before = steps.before
     if PLAN.ordered:

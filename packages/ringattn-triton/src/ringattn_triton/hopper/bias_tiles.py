@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""Which biases the kernels for Hopper take, and where they find the tiles of a head's bias."""
+"""Which biases the kernels for Hopper take, and where the kernels find the tiles of a head's bias."""
 
 from ringattn_core.contract.protocol import Block
 from triton.experimental import gluon
@@ -12,9 +12,10 @@ from .head_tiles import tiles_of_piece
 
 
 def why_not(block: Block, constants: BlockConstants, kernel: str) -> str | None:
-    """Why a kernel does not take the bias of a block, whatever its head size, or `None` where it does.
+    """Why a Hopper kernel cannot read the bias of `block`, or `None` if it can.
 
-    For TMA the bias must have the dtype of q, one row for each query, and a multiple of eight keys.
+    For TMA the bias must have the dtype of q, one row for each query, and a multiple of eight keys. The reason calls
+    the kernel `kernel`. Head sizes are not checked here.
     """
     assert block.bias is not None
     if constants.capped or constants.distances or constants.dropout:
@@ -25,7 +26,10 @@ def why_not(block: Block, constants: BlockConstants, kernel: str) -> str | None:
 
 @gluon.jit
 def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr):
-    """A descriptor of `[groups, queries, keys]`: TMA fills tiles up with zeros. A shared bias has one copy."""
+    """A TMA descriptor of the bias as `[groups, queries, keys]`; TMA fills tiles at the end up with zeros.
+
+    A group is the bias of one batch row and head. Batch rows or heads that share a bias share a group.
+    """
     GROUPS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1)
     return tiles_of_piece(
         bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE
@@ -34,7 +38,7 @@ def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constex
 
 @gluon.jit
 def group_of(batch, head, F: gl.constexpr):
-    """Which group of the bias a head of a batch row has; 0 without a bias."""
+    """Which group of `tiles_of_bias` is the bias of head `head` in batch row `batch`; 0 without a bias."""
     group = batch * 0
     if F.bias_batch:
         group = batch * (F.heads if F.bias_head else 1)

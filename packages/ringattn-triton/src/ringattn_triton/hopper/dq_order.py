@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false
-"""Reorders the dq of the one-pass backward, from the order of the tensor cores' registers to `[B, T, N, H]`.
+"""Reorders dq of the one-pass backward kernel, from the order of the tensor cores' registers to `[B, T, N, H]`.
 
-A piece of a tile, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps
-hold it: 16 bytes a thread, 16 KiB in one piece. Rows of 256 bytes at the stride of a token would be slower, by 7 to 12%
-of the whole backward pass.
+A piece of dq, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps hold
+it: 16 contiguous bytes for each thread, 16 KiB for the piece. To add rows of 256 bytes, at the stride of a token, would
+slow the whole backward pass by 7 to 12%.
 """
 
 import triton
@@ -17,10 +17,10 @@ def finish_dq(
     Q_LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, Q_TILES: tl.constexpr, SCALE: tl.constexpr,
     FRESH: tl.constexpr, Q_TILE: tl.constexpr, PIECES: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """`DQ [B, T, N, H] = BEFORE + SCALE * SUMS`, one piece of a tile a program; `SUMS` is in register order.
+    """Writes `DQ [B, T, N, H] = BEFORE + SCALE * SUMS`, one piece for each program; `SUMS` is in register order.
 
-    If turns add in order, `COUNTERS` says how many turns have added to a tile. A tile to which none has added was never
-    written: its sums are zeros.
+    `FRESH`: there is no `BEFORE`. `ORDERED`: turns have added to `SUMS` in order, and `COUNTERS` says how many have
+    added to each tile. A tile to which none has added was never written, so its sums count as zeros.
     """
     program = tl.program_id(0)
     piece = program % PIECES
@@ -35,7 +35,7 @@ def finish_dq(
         sums = tl.load(SUMS + at)
     sums = tl.reshape(sums, (8, 4, 8, 4, 2, 2))
     sums = tl.reshape(tl.permute(sums, (1, 4, 2, 0, 3, 5)), (64, 64))
-    # The pieces of 64 rows are consecutive; those of the next 64 rows follow.
+    # The pieces of a tile's first 64 rows come first, then the pieces of the next 64 rows.
     SIDE_BY_SIDE: tl.constexpr = PIECES * 64 // Q_TILE
     rows = tile * Q_TILE + piece // SIDE_BY_SIDE * 64 + tl.arange(0, 64)
     dims = piece % SIDE_BY_SIDE * 64 + tl.arange(0, 64)

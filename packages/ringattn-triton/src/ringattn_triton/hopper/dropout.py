@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
+"""Decides which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
 
-Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)`, `(i + 8, j + 8)` share the two words of one Philox call, a draw. One
-thread holds all four entries in the result of a product. The first word is for query `i`, the second for `i + 8`; the
-low half of each is for key `j`, the high half for `j + 8`. Entries share a draw only if the indices of the tile's
-queries and keys are consecutive and begin at multiples of 16. In a striped shard they are not, which is known only at
-run time, so both cases are compiled. The forward kernel has one copy of its loops for each case; a consumer picks the
-copy at the start of a turn.
+Four entries take their bits from one draw, the two words of one Philox call: those of the global indices `(i, j)`,
+`(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` of query and key. The first word is for query `i`, the second for
+`i + 8`; the low half of a word is for key `j`, the high half for `j + 8`. One thread holds all four entries in the
+result of a product, and computes the draw once for them, if the indices of the tile's queries and keys are consecutive
+and begin at multiples of 16. In a striped shard they are not: the thread then computes the draw of every entry, with
+the same bits. This is known only at run time, so both cases are compiled. The forward kernel has one copy of its loops
+for each case; a consumer picks the copy at the start of a turn.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,7 @@ from .schedules import CONSUMER_ROWS
 
 @gluon.constexpr_function
 def of_draws(KV_TILE):
-    """The layout of the draws of a tile: each thread has the draws of the scores that it holds."""
+    """The register layout of a tile's draws, `[32, KV_TILE / 2]`: each thread has the draws of the scores it holds."""
     columns = [1 << bit for bit in range(3, KV_TILE.bit_length() - 2)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], *([0, column] for column in columns)],
@@ -34,7 +35,7 @@ def of_draws(KV_TILE):
 
 @gluon.jit
 def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The dropout counter of the first of a consumer's queries, -1 if entries cannot share draws, or 0 without dropout.
+    """The dropout counter of the first query of consumer `NUMBER`: -1 if entries cannot share draws, 0 without dropout.
 
     `row` is the first query of the turn.
     """
@@ -47,10 +48,11 @@ def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLA
 
 @gluon.jit
 def draws(P, batch, start, tile, counter, key, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr):
-    """The random bits of a consumer's tile in the forward pass: two words for every four entries, `[32, KV_TILE / 2]`.
+    """The dropout bits of a consumer's tile in the forward pass: two arrays of words, each `[32, KV_TILE / 2]`.
 
-    Its queries begin at row `start`, and have the `counter_of_queries`. If `APART`, entries do not share draws; their
-    bits are then collected in the same two words.
+    Every four entries have a word of each array. The consumer's queries begin at query `start` of the block, and
+    `counter` is their `counter_of_queries`. If `APART`, each entry has a draw of its own; its 16 bits go to the place
+    in the two words that they would have in a shared draw.
     """
     rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(KV_TILE)))
     columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, of_draws(KV_TILE)))
@@ -72,7 +74,7 @@ def draws(P, batch, start, tile, counter, key, APART: gl.constexpr, F: gl.conste
 
 @gluon.jit
 def own_draws(P, batch, i, j, key, F: gl.constexpr):
-    """The two words of a draw whose entries cannot share it: each of the four draws its half for itself."""
+    """The dropout bits of four entries, each from a draw of its own, put into two words as in a shared draw."""
     first = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
     second = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
     return first, second
@@ -80,7 +82,7 @@ def own_draws(P, batch, i, j, key, F: gl.constexpr):
 
 @gluon.jit
 def _own_draw(P, batch, query, key_number, key, F: gl.constexpr):
-    """The 16 bits of each pair of these queries and keys, which are broadcast against each other."""
+    """The 16 dropout bits of the pair of query `query` and key `key_number` of the block, from a draw of its own."""
     i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(query, F.q_length - 1)))
     j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(key_number, F.kv_length - 1)))
     return half_of(unsigned(i), unsigned(j), key, F)
@@ -88,11 +90,12 @@ def _own_draw(P, batch, query, key_number, key, F: gl.constexpr):
 
 @gluon.jit
 def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, BY_KEYS: gl.constexpr = False):
-    """Whether dropout keeps each entry of a tile of scores. `first` and `second` are the two words of each draw.
+    """Whether dropout keeps each entry of a tile of scores, given `first` and `second`, the two words of each draw.
 
-    `BY_KEYS`: the rows of the tile are keys.
+    The tile has `COLUMNS` columns and the result the register layout `SCORES`. `BY_KEYS`: the rows of the tile are
+    keys.
     """
-    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
+    # Each 16-bit half is compared as the upper half of a word. The lower half changes nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)

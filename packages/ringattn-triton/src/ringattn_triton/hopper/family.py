@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels in Gluon for Hopper: which blocks it takes, and its forward pass.
+"""The family of Gluon kernels for Hopper GPUs: which blocks it takes, and the launch of its forward pass.
 
-Its backward pass is in `backward`.
+The module `backward` has the backward pass.
 """
 
 import dataclasses
@@ -30,10 +30,12 @@ _logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
 """The first version of Triton with which these kernels have not been compiled. Gluon may change in every version."""
 _TOGETHER: Final = 512
-"""The query tiles of all heads that run side by side: enough to fill the device until the last long tile ends."""
+"""The wanted number of query tiles, counted over all heads that run side by side: enough to fill the device until the
+last long tile ends."""
 _BOUND: Final = 73.0
-"""The largest soft cap, in units of log2, for which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
-kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
+"""The largest soft cap, in units of log2, with which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
+kernel then subtracts half of the cap from all scores, which leaves a factor of 2^90 in float32 for the number of keys
+and large values."""
 
 
 def why_not_forward(block: Block, target: Target) -> str | None:
@@ -47,7 +49,7 @@ def why_not_backward(block: Block, target: Target) -> str | None:
 
 
 def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
-    """Continues `partial` with the keys of a block that the kernel takes."""
+    """Continues the online softmax from `partial` (`None`: from nothing) with a block that the kernel takes."""
     from .forward_kernel import forward as forward_kernel
 
     inputs = kernel_inputs.of_block(block, fast=True)
@@ -81,7 +83,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
 
 
 def _why_not_here(block: Block, target: Target) -> str | None:
-    """Why no kernel of this family takes the block on this device."""
+    """Why no kernel of this family takes the block on this device, or `None` if device, Triton and dtype are right."""
     if target != TARGET:
         return "the Hopper kernels are for compute capability 9.0"
     if not TRITON_FLOOR <= triton_version() < _TRITON_CEILING:
@@ -93,13 +95,13 @@ def _why_not_here(block: Block, target: Target) -> str | None:
 
 @functools.cache
 def _logged_once(reason: str) -> str:
-    """Returns the reason, and logs it once: on a Hopper GPU users expect these kernels to run."""
+    """Returns `reason`, and logs it once: on a Hopper GPU, users expect these kernels to run."""
     _logger.warning("%s; slower kernels run instead", reason)
     return reason
 
 
 def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
-    """Why the forward kernel cannot compute the block, or is slower than the portable one."""
+    """Why the forward kernel cannot compute the block, or is slower than the portable one; `None` if neither is so."""
     schedule = schedules.forward(constants)
     if schedule is None:
         return "no forward kernel has heads of these sizes, or a soft cap with them"
@@ -115,17 +117,17 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
 
 
 def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> schedules.ForwardPlan:
-    """The plan of a block that the forward kernel takes."""
+    """The `ForwardPlan` for a block that the forward kernel takes."""
     plan = schedules.forward(constants)
     assert plan is not None
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
-    # Results of the shape and dtype of the queries can take their place in shared memory.
+    # Results can take the place of the queries in shared memory if both have the same shape and dtype.
     alike = block.final and constants.head_dim == constants.value_dim
     return dataclasses.replace(
         plan,
-        # Documents are faster without an order, by 2.6%.
+        # With segment ids (documents), consumers that begin products in any order are faster by 2.6%.
         ordered=plan.ordered and not constants.segments,
-        # With a bias, the bias takes the room of the next turn's queries.
+        # A bias takes the shared memory that would hold the queries of the next turn.
         q_places=1 if constants.bias else plan.q_places,
         masked=masked or constants.kv_length % plan.kv_tile != 0,
         fresh=partial is None,
@@ -135,7 +137,7 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
 
 
 def _too_little(constants: BlockConstants) -> bool:
-    """Whether the beginning and end of a turn take most of its time: it has few tiles, or small products with masks."""
+    """Whether a turn (one query tile) has so few key tiles, or such small products, that its begin and end dominate."""
     if constants.head_dim > 64:
         return False
     seen = span(constants.causal, (constants.left, constants.right), constants.chunk)

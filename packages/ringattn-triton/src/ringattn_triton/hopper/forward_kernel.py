@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""The forward kernel for Hopper: an online softmax by warpgroups that take turns with the tensor cores.
+"""The forward kernel for Hopper: an online softmax by warpgroups that use the tensor cores in rotation.
 
-One warp, the producer, fetches tiles by TMA, several tiles ahead; groups of four warps, the consumers, have 64 queries
-each. While a consumer takes exponentials of one tile its tensor cores multiply another tile's weights with values, and
-the other consumers' tiles. Programs are persistent: each takes tiles of queries ("turns") from a common counter until
-none is left, and fetches the first tiles of the next turn while it writes the results of the last.
+One warp, the producer, fetches tiles by TMA, several tiles ahead. Groups of four warps, the consumers, compute 64
+queries each. While a consumer takes the exponentials of one key tile, the tensor cores multiply the weights of its
+previous key tile by the values, and compute for the other consumers. Programs are persistent: each takes query tiles
+("turns") from a common counter until none is left, and fetches the first tiles of the next turn while it writes the
+results of the last.
 """
 
 from triton.experimental import gluon
@@ -33,7 +34,11 @@ def forward(
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0."""
+    """Writes `OUT` and `LSE`, by one persistent program for each multiprocessor.
+
+    A turn is one query tile of one head. Programs take turns from the counter `TAKEN`, which begins at 0
+    (`TAKEN_BEFORE`). `OUT_BEFORE` and `LSE_BEFORE` are the partial result to continue, unless `PLAN.fresh`.
+    """
     TYPE: gl.constexpr = Q.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -53,7 +58,7 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         bias,
-        # For the second piece of values one place is enough: there is time to fetch it anew (`with_values`).
+        # One place is enough for the second piece of values: there is time to fetch the piece anew (`with_values`).
         places_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if apart(F.value_dim) else 0,
@@ -98,7 +103,7 @@ def forward(
 def _consume(
     NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: it computes and writes 64 queries of every turn."""
+    """The code of consumer `NUMBER`: it computes and writes the results of its 64 queries of every turn."""
     KV_TILE: gl.constexpr = PLAN.kv_tile
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -120,8 +125,8 @@ def _consume(
         masked = of_turn(shared, done, 3)
         whole = of_turn(shared, done, 4)
         start = row + NUMBER * CONSUMER_ROWS
-        # The scores of the first tile, and the weighted values of the last turn's last, are in flight together. Before
-        # the first turn there are none: what is multiplied then is not looked at.
+        # Two products are in flight together: the scores of this turn's first tile, and the weighted values of the
+        # previous turn's last tile. In the first turn the second product has no meaning, and its result is not used.
         queries_here = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
         mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
         mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
@@ -162,12 +167,13 @@ def _consume(
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
             acc = loaded(BEFORE[0], start, batch, head_number, F)
-            # `kept` is 1, unless scores are bounded.
+            # Unless scores are bounded, `kept` is 1 (or 0 for a row that saw nothing, whose `acc` is 0).
             factor = kept if PLAN.bounded else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
             acc = rescaled(acc, factor)
-            # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
+            # No product is in flight. The wait keeps the compiler from delaying the multiplication into the registers
+            # of the next product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
         weights = packed(p, queries_here[0].dtype)
@@ -201,7 +207,7 @@ def _other_steps(
     queries, from_origin, head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
-    """All steps of a turn after its first one; `APART`: each entry draws for itself."""
+    """Computes the key tiles of a turn after its first. `APART`: each entry has a dropout draw of its own."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
@@ -226,7 +232,7 @@ def _continued(
     head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
+    """One step of the online softmax: computes a key tile's scores together with the last tile's weighted values."""
     last = taken - 1
     mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
     if PLAN.ordered:
@@ -240,7 +246,7 @@ def _continued(
         pass_order(NUMBER, PLAN.consumers)
     keys = _keys(shared, taken, P, batch, F, PLAN, MASKED, SCORES)
     bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
-    # Positions that are loaded before the scores are there occupy 32 registers more.
+    # Positions that are loaded before the scores are computed occupy 32 more registers.
     LATE: gl.constexpr = F.causal or PLAN.consumers == 3
     away = 0
     if not LATE:
@@ -248,7 +254,7 @@ def _continued(
     drawn = _drawn(shared, taken, P, batch, start, counter, head, APART, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     leave("keys", taken % PLAN.stages, PLAN)
-    # A second wait does nothing more, but keeps the assembler from delaying `leave`.
+    # A second wait has nothing to wait for, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     softmax_first(taken)
     if LATE:
@@ -265,7 +271,7 @@ def _continued(
 
 @gluon.jit
 def _keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr):
-    """The `Keys` of a tile to mask, or 0."""
+    """Loads the `Keys` of key tile number `taken` of this program if it needs a mask (`MASKED`); else returns 0."""
     if MASKED:
         start = read_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile
         columns = gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))
@@ -276,7 +282,7 @@ def _keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: 
 
 @gluon.jit
 def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """The bias of a tile of scores, or 0."""
+    """Loads this consumer's bias of key tile number `taken` from shared memory; returns 0 if the call has no bias."""
     if F.bias:
         return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(SCORES)
     else:
@@ -287,7 +293,7 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constex
 def _drawn(
     shared, taken, P, batch, start, counter, head, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The random bits of dropout for a tile, or zeros."""
+    """The dropout bits of key tile number `taken`, in the two words of `dropout.draws`; zeros without dropout."""
     if F.dropout:
         tile = read_number(shared.tiles.index(taken % PLAN.stages), 4)
         return draws(P, batch, start, tile, counter, head.dropout_key, APART, F, PLAN.kv_tile)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false
-"""How groups of warps on Hopper synchronise by hardware barriers, and hand numbers on in shared memory.
+"""Hardware barriers (PTX `bar`) of groups of warps on Hopper, and numbers that groups exchange in shared memory.
 
 Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and
-often once more afterwards. At a hardware barrier each warp arrives for itself. There are 16 of them. They have no
-phases: no warp may arrive a second time before all have arrived once.
+often once more afterwards. At a hardware barrier each warp arrives for itself. There are 16 hardware barriers. They
+have no phases: no warp may arrive a second time before all have arrived once.
 """
 
 from triton.experimental import gluon
@@ -13,14 +13,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 
 FIRST_FREE = 4
-"""Triton takes barriers from 0 on: one for all partitions, and one for each partition of more than one warp."""
+"""The first hardware barrier that Triton leaves free. Triton takes barriers from 0 on: one for all partitions, and one
+for each partition of more than one warp."""
 
 
 @builtin
 def hardware_barrier(ACTION, number, THREADS, _semantic=None):
-    """Arrives at a barrier of so many `THREADS`, and waits for the others (`sync`) or goes on at once (`arrive`).
+    """Arrives at hardware barrier `number`, which waits for `THREADS` threads in all.
 
-    All reads and writes of a thread before it arrives are complete when the waiting threads go on.
+    If `ACTION` is "sync", it waits until all of them have arrived; if "arrive", it goes on at once. All reads and
+    writes of a thread before it arrives are complete when the waiting threads go on.
     """
     action, number, threads = (_unwrap_if_constexpr(x) for x in (ACTION, number, THREADS))
     operands = [] if isinstance(number, int) else [number.handle]
@@ -33,9 +35,9 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
 
 @builtin
 def arrive_at(FIRST, place, THREADS, _semantic=None):
-    """Arrives as `hardware_barrier` does, at number `FIRST` where `place` is 0, else at the next one.
+    """Arrives, without waiting, at hardware barrier `FIRST` if `place` is 0, else at `FIRST + 1`.
 
-    The numbers are constants of the instructions. If the number were in a register, the warp would wait until the
+    Both numbers are constants of the instructions. If the number were in a register, the warp would wait until the
     barrier has read the register, which happens only after all earlier stores of the warp.
     """
     first, threads = (_unwrap_if_constexpr(x) for x in (FIRST, THREADS))
@@ -50,11 +52,11 @@ def arrive_at(FIRST, place, THREADS, _semantic=None):
 
 @gluon.jit
 def write_number(place, number):
-    """Writes one number to a place, by a partition of one warp."""
+    """Writes the int32 `number` to a place in shared memory, by a partition of one warp."""
     place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def read_number(place, WARPS: gl.constexpr):
-    """The number in a place, for all threads of a partition of `WARPS` warps."""
+    """Reads the int32 in a place in shared memory, in all threads of a partition of `WARPS` warps."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)

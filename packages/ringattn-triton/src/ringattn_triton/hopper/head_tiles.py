@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
-"""How heads of sizes that are multiples of 8 lie in shared memory: in pieces, which TMA fills up with zeros.
+"""How a head whose size is a multiple of 8 lies in shared memory: in one or two pieces, which TMA fills up with zeros.
 
-A piece has a power of two of dimensions. Most heads are one piece. Those of 136 to 192 are two, of 128 and 64: padding
-to 256 would take a third more of shared memory.
+The width of a piece is a power of two. Most heads are one piece. A head of 136 to 192 is two pieces, of 128 and 64:
+padding to 256 would take a third more of shared memory.
 
 Global memory has no padding. A descriptor has an axis for heads, so that TMA sees where a head ends.
 """
@@ -15,23 +15,23 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""The function that fetches a tile, by its name in Triton 3.9 or the name before."""
+"""The function that fetches a tile to shared memory: its name from Triton 3.9 on, or its earlier name."""
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""The function that writes a tile to memory, by its name in Triton 3.9 or the name before."""
+"""The function that writes a tile to global memory: its name from Triton 3.9 on, or its earlier name."""
 
 
 @gluon.constexpr_function
 def product_count(dim):
-    """Into how many pieces `dim` dimensions in shared memory are cut: powers of two from 16 on, the largest first.
+    """How many matrix products `product_of_heads` computes for a head of `dim`, one for each power of two.
 
-    `product_of_heads` computes one product for each piece.
+    These powers of two are 16 or more, and add up to `dim` rounded up to a multiple of 16.
     """
     return (-(-dim // 16)).bit_count()
 
 
 @gluon.constexpr_function
 def piece(dim, number):
-    """The first dimension and the width of a piece."""
+    """The first dimension and the number of dimensions of product `number` of `product_count`, the largest first."""
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
         width = 1 << (rest.bit_length() - 1)
@@ -41,31 +41,34 @@ def piece(dim, number):
 
 @gluon.constexpr_function
 def apart(dim):
-    """Whether a head lies in two pieces, of 128 and 64 dimensions, each with places of its own."""
+    """Whether a head of `dim` dimensions lies in shared memory as two pieces, of 128 and 64, allocated apart."""
     return 128 < dim <= 192
 
 
 @gluon.constexpr_function
 def stored_pieces(dim):
-    """In how many pieces a head lies in shared memory."""
+    """In how many pieces a head of `dim` dimensions lies in shared memory: 1, or 2 if it lies `apart`."""
     return 2 if apart(dim) else 1
 
 
 @gluon.constexpr_function
 def stored_width(dim, number):
-    """How many dimensions such a piece has, with its padding."""
+    """How many dimensions, with padding, piece `number` of a head of `dim` dimensions has in shared memory."""
     return (128, 64)[number] if apart(dim) else max(16, 1 << (dim - 1).bit_length())
 
 
 @gluon.constexpr_function
 def padded_size(dim):
-    """A head size rounded up to a power of two, or to 192 where the head lies in two pieces."""
+    """The head size `dim` rounded up to a power of two, or to 192 where the head lies in two pieces."""
     return stored_width(dim, 0) + (stored_width(dim, 1) if apart(dim) else 0)
 
 
 @gluon.jit
 def places_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
-    """Allocates places for `ROWS` rows of a head: `COUNT` for the first piece, and `REST` for the second, if any."""
+    """Allocates shared memory for tiles of `ROWS` tokens of a head: an array of places for each piece of the head.
+
+    There are `COUNT` places for the first piece, and `REST` places for the second piece, if the head has two.
+    """
     places = (_places_of_piece(TYPE, COUNT, ROWS, stored_width(DIM, 0)),)
     if apart(DIM):
         places += (_places_of_piece(TYPE, REST, ROWS, stored_width(DIM, 1)),)
@@ -80,11 +83,11 @@ def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr
 
 @builtin
 def opaque_zero(_semantic=None):
-    """Zero, but the compiler cannot know that, nor that it is the same in every step.
+    """Zero at run time, but the compiler cannot know that, nor that it is the same in every step.
 
-    In the index of a place, it makes the compiler compute the descriptors of a product where they are used. Otherwise
-    those of a place that is the same in every step would be computed before the loop: 24 of parts of K and V in the
-    backward pass, which would take 48 registers.
+    Added to the index of a place, it makes the compiler compute the descriptors of a product where they are used.
+    Otherwise the compiler would compute those of a place that is the same in every step before the loop: 24 descriptors
+    of parts of K and V in the backward pass, which would take 48 registers.
     """
     result = _semantic.builder.get_int32_ty()
     zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
@@ -93,7 +96,7 @@ def opaque_zero(_semantic=None):
 
 @gluon.jit
 def place_of(places, number):
-    """One of the places of `places_of_heads`: a tuple of its pieces."""
+    """Place `number` of an allocation by `places_of_heads`, as a tuple of the head's pieces."""
     found = ()
     for one in gl.static_range(len(places)):
         found += (places[one].index(number),)
@@ -105,9 +108,9 @@ def tiles_of_heads(
     base, HEADS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, HEAD: gl.constexpr, TOKEN: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
-    """A descriptor for each piece of `[heads, tokens, dims]` with strides `HEAD` and `TOKEN`.
+    """TMA descriptors of the array `[HEADS, ROWS, DIM]` at `base`, one for each piece of a head.
 
-    A tile is `[1, TILE, width of the piece]`.
+    `HEAD` and `TOKEN` are the strides of its first two axes. A tile is `[1, TILE, width of the piece]`.
     """
     found = ()
     for number in gl.static_range(stored_pieces(DIM)):
@@ -120,14 +123,14 @@ def tiles_of_piece(
     base, HEADS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, HEAD: gl.constexpr, TOKEN: gl.constexpr,
     TILE: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """A descriptor of `[heads, tokens, dims]` with strides `HEAD` and `TOKEN`; a tile is `[1, TILE, WIDTH]`."""
+    """A TMA descriptor of `[HEADS, ROWS, DIM]` at `base`, strides `[HEAD, TOKEN, 1]`, tiles `[1, TILE, WIDTH]`."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, TILE, WIDTH], base.dtype.element_ty)
     return tma.make_tensor_descriptor(base, [HEADS, ROWS, DIM], [HEAD, TOKEN, 1], [1, TILE, WIDTH], LAYOUT)
 
 
 @gluon.jit
 def tiles_of_results(base, BATCH: gl.constexpr, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """A descriptor of results `[B, LENGTH, HEADS, DIM]`, whose tiles have 64 tokens of one head of one piece."""
+    """A TMA descriptor of results `[BATCH, LENGTH, HEADS, DIM]`; a tile is 64 tokens of a head, which is one piece."""
     WIDTH: gl.constexpr = stored_width(DIM, 0)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, WIDTH], base.dtype.element_ty)
     TOKEN: gl.constexpr = HEADS * DIM
@@ -138,20 +141,20 @@ def tiles_of_results(base, BATCH: gl.constexpr, LENGTH: gl.constexpr, HEADS: gl.
 
 @gluon.jit
 def fetch_heads(tiles, head, row, full, place):
-    """Begins to fetch all pieces of a tile, which begins at a row, into a place of `places_of_heads`."""
+    """Begins to fetch a tile, from token `row` of `head` on, into `place`; its bytes arrive at barrier `full`."""
     for number in gl.static_range(len(tiles)):
         fetch_piece(tiles, head, row, full, place[number], number)
 
 
 @gluon.jit
 def fetch_piece(tiles, head, row, full, place, NUMBER: gl.constexpr):
-    """Begins to fetch one piece of a tile."""
+    """Begins to fetch piece `NUMBER` of a tile into `place`; the other arguments are those of `fetch_heads`."""
     fetch(tiles[NUMBER], [head, row, NUMBER * 128], full, place.reshape((1, place.shape[0], place.shape[1])))
 
 
 @gluon.jit
 def product_of_heads(left, right, nought, DIM: gl.constexpr):
-    """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece."""
+    """Begins `left right^T` of two tiles over the `DIM` dimensions of a head, as `product_count` products."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
         product = warpgroup_mma(
@@ -163,13 +166,13 @@ def product_of_heads(left, right, nought, DIM: gl.constexpr):
 
 @gluon.jit
 def piece_of(rows, NUMBER: gl.constexpr, DIM: gl.constexpr):
-    """The dimensions of heads in shared memory that a product has."""
+    """The dimensions of the tile `rows`, in shared memory, that product `NUMBER` of `product_of_heads` reads."""
     return dims_of(rows, piece(DIM, NUMBER)[0], piece(DIM, NUMBER)[1])
 
 
 @gluon.jit
 def dims_of(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Selects `WIDTH` dimensions from the `FIRST` on, which lie in one of the pieces of `rows`."""
+    """The `WIDTH` dimensions from `FIRST` on of the tile `rows`; they must lie in one of its pieces."""
     if len(rows) == 2 and FIRST >= 128:
         return _part(rows[1], FIRST - 128, WIDTH)
     else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""The producer of a program on Hopper: one warp that takes turns, fetches their tiles by TMA and stores results."""
+"""The producer of a forward program on Hopper: one warp that takes turns, fetches tiles by TMA and stores results."""
 
 from typing import Any, NamedTuple
 
@@ -32,11 +32,11 @@ from .schedules import CONSUMER_ROWS
 class ForwardMemory(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    The producer or its fetches arrive at the `full` barrier of a place; `forward_barriers` say that it is empty.
-    Queries, keys and values are tuples of pieces of heads (`head_tiles`); `rest_full` is for the only place of the
-    second piece of values. `tiles` holds the number of each tile of keys; the `bias` of a tile is fetched with its
-    keys. A turn has five numbers in `turns`: its first query, its batch row, its head, the number of tiles that need a
-    mask, and the number of tiles that need none.
+    `x_full` are the barriers that say that a place of `x` is filled; `forward_barriers` say that a place is empty. `q`,
+    `k` and `v` are tuples with an allocation for each piece of a head (`head_tiles`); `rest_full` is for the only place
+    of the second piece of values. `tiles` holds the number of the key tile in each place. The `bias` of a tile, and the
+    key `positions` for ALiBi, arrive with its keys. `turns` has five numbers for a turn: its first query, its batch
+    row, its head, the number of key tiles that need a mask, and the number of key tiles that need none.
     """
 
     q: Any
@@ -56,7 +56,7 @@ class ForwardMemory(NamedTuple):
 class ForwardTiles(NamedTuple):
     """TMA descriptors of tiles of queries, keys, values, bias and results.
 
-    Where a kernel has no bias, or stores its results in another way, the field holds the descriptor of the queries.
+    `bias` in a call without a bias, and `out` in a plan whose results are not `stored`, are copies of `q` and not used.
     """
 
     q: Any
@@ -67,7 +67,7 @@ class ForwardTiles(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The tile of queries, the batch row and the head of a turn, and the tiles that it visits."""
+    """A turn, the work on one query tile: the tile's number `row`, batch row and head, and the key tiles it visits."""
 
     row: Any
     batch: Any
@@ -76,7 +76,10 @@ class Turn(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """How many tiles of keys have been fetched, and where the values of the last one are: these are fetched later."""
+    """How many key tiles a program has fetched (`count`), and which values are to be fetched next.
+
+    These are the values of the last key tile: `row` is their first token, over all batch rows, and `head` the key head.
+    """
 
     count: Any
     row: Any
@@ -85,7 +88,7 @@ class Fetched(NamedTuple):
 
 @gluon.jit
 def begin(barriers, PLACES: gl.constexpr):
-    """Initialises barriers at which the producer alone arrives."""
+    """Initialises `PLACES` barriers in shared memory, at each of which only the producer arrives."""
     for place in gl.static_range(PLACES):
         mbarrier.init(barriers.index(place), count=1)
 
@@ -95,20 +98,21 @@ def produce(
     shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Takes turns from the counter `TAKEN`, fetches their tiles and stores their results.
+    """The code of the producer: takes turns from the counter `TAKEN`, fetches their tiles and stores their results.
 
     For each turn that has tiles:
-    1. It waits until the consumers have finished the turn before the previous one, if step 6 has not, and begins to
-       store its results.
-    2. It announces the turn, and fetches its queries.
-    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before. So the
-       first tile also fetches the final values of the previous turn.
-    4. It takes the next turn, and looks up what that visits. The number of the first turn comes from the counter too:
-       a program that starts late has then not kept a long turn back.
-    5. It fetches the tiles that need no mask.
-    6. After the third of them it waits for the previous turn, and begins to store its results, if they are `stored`.
+    1. It waits until the consumers have finished the turn before the previous one, unless step 6 did so, and begins to
+       store the results of that turn.
+    2. It announces the turn to the consumers, and fetches its queries.
+    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before. So with the
+       first keys it also fetches the last values of the previous turn.
+    4. It takes the number of the next turn, and looks up which tiles that turn visits. The number of the first turn
+       comes from the counter too: a program that starts late then does not hold back a long turn.
+    5. It fetches the tiles that need no mask in the same way.
+    6. If results are `PLAN.stored`, then after the third tile of step 5 it waits until the consumers have finished the
+       previous turn, and begins to store the results of that turn.
 
-    Consumers finish a turn, and write its results, in the first step of the next one.
+    Consumers finish a turn, and write its results, in the first step of the next turn.
     """
     number = gl.atomic_add(TAKEN, 1, sem="relaxed")
     turn = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
@@ -122,8 +126,8 @@ def produce(
         masked = visited.masked
         whole = visited.full_to - visited.full_from
         if PLAN.fresh:
-            # A turn that sees nothing gets one tile that is masked away, so that its zeros are written. A partial
-            # result that is continued is in its place already.
+            # A turn that sees nothing gets one tile, in which all pairs are masked out, so that its zeros are written.
+            # Where a partial result is continued, it lies in the output already.
             nothing = masked + whole == 0
             masked = gl.where(nothing, 1, masked)
             ahead = gl.where(nothing, 0, ahead)
@@ -146,7 +150,7 @@ def produce(
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F, PLAN)
-            # Consumers finish the previous turn in the first step of this one, whose tiles have been fetched. So this
+            # Consumers finish the previous turn in the first step of this turn, whose tiles have been fetched. So this
             # wait ends, and after the third tile it is short. Before the first tile it would never end.
             if PLAN.stored and step == visited.full_from + 2 and announced > 1:
                 _release(shared, announced % 2, tiles, PLAN)
@@ -186,9 +190,9 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
-    """The `Turn` of a number; past the end, the final turn.
+    """The `Turn` with number `number`; from number `all_turns` on, the last turn.
 
-    Turns begin with the final tiles of queries, which see most under a causal mask.
+    The first turns are the last query tiles, which see most keys under a causal mask.
     """
     before, batch, head = owned(gl.minimum(number, all_turns - 1), T, F.heads)
     row = T.rows - 1 - before
@@ -197,9 +201,9 @@ def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr)
 
 @gluon.jit
 def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.constexpr, PLAN: gl.constexpr):
-    """Announces a turn, the `number`th of this program, and fetches its queries.
+    """Tells the consumers about `turn`, number `number` (from 0) of this program, and fetches its queries.
 
-    It waits for the turn before the previous one, unless that has been `released`.
+    It first waits until the consumers have finished turn `number - 2`, unless the caller has waited (`released` is 1).
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     first = turn.row * PLAN.q_tile
@@ -221,10 +225,10 @@ def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.cons
 
 @gluon.jit
 def _release(shared, place, tiles, PLAN: gl.constexpr):
-    """Waits until all consumers have finished the turn in `place`. If results are `stored`, begins to store its own.
+    """Waits until all consumers have finished a turn (a query tile); if `PLAN.stored`, begins to store its results.
 
-    Turn `n` has place `n % 2`. The consumers are then done with its queries too, if queries have two places. The
-    results lie where the queries were.
+    It is the turn whose numbers lie in `place`: turn `n` of a program has place `n % 2`. If queries have two places,
+    the consumers are then done with the turn's queries too. The results lie where the queries were.
     """
     wait_until_left("turns", place, PLAN)
     if PLAN.stored:
@@ -240,9 +244,10 @@ def _release(shared, place, tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def _announce(shared, number, row, batch, head, masked, whole):
-    """Tells the consumers turn `number`: its row, batch and head, and how many masked and whole tiles it has.
+    """Writes the numbers of turn `number` of this program to shared memory, and tells the consumers.
 
-    Two turns have places in shared memory: all consumers must have finished turn `number - 2`.
+    `row` is the first query, or negative if no turn is left; `masked` and `whole` are how many key tiles need a mask,
+    and how many need none. There are places for two turns: all consumers must have finished turn `number - 2`.
     """
     place = number % 2
     write_number(shared.turns.index(place * 5), row)
@@ -257,11 +262,10 @@ def _announce(shared, number, row, batch, head, masked, whole):
 def _fetch_tile(
     shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Fetches the keys and the bias of a tile into the next place, and then the values of the previous tile.
+    """Fetches the keys and bias of key tile `tile`, then the values of the previous tile. Returns the new `Fetched`.
 
-    The values of a tile are needed one step after its keys, and their place becomes empty one step later. If they were
-    fetched before the next keys, those would come late, above all the first keys of a turn. Returns `Fetched` after
-    this tile.
+    The values of a tile are needed one step after its keys, and their place becomes empty one step later. If values
+    were fetched before the next keys, these keys would come late, above all the first keys of a turn.
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     place = fetched.count % PLAN.stages
@@ -288,7 +292,7 @@ def _fetch_tile(
 
 @gluon.jit
 def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
-    """Fetches the values of the last tile whose keys were `Fetched`."""
+    """Fetches the values of the last key tile whose keys were fetched, as `fetched` says."""
     number = fetched.count - 1
     place = number % PLAN.stages
     full = shared.v_full.index(place)
@@ -306,12 +310,12 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def next_turn(shared, done):
-    """The first query of the next turn; past the last turn, a negative number."""
+    """Called by a consumer: waits for turn number `done` of this program. Returns its first query; -1: none is left."""
     mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
     return of_turn(shared, done, 0)
 
 
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
-    """Reads one number of a turn: 0 is its first query, 1 the batch row, 2 the head, 3 and 4 the counts of tiles."""
+    """Reads a number of turn `done`: 0 first query, 1 batch row, 2 head, 3 count of masked key tiles, 4 of others."""
     return read_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""How a consumer of a program on Hopper begins a turn, and writes its results."""
+"""How a consumer of a forward program on Hopper loads a partial result at the start of a turn and writes results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +19,10 @@ from .sums import first_of, layout_of, of_dims, pieces, width_of
 
 @gluon.jit
 def continued_rows(LSE_BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
-    """The row maxima and sums of weights with which a turn begins, as `kernels.scores.continued_rows` gives them."""
+    """The row maxima (in units of log2) and row sums with which a turn begins: -inf and 0, or of the partial result.
+
+    If `PLAN.bounded`, half of the soft cap replaces all maxima.
+    """
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
     least = gl.full([CONSUMER_ROWS], LEAST, gl.float32, OF_ROWS)
     if PLAN.fresh:
@@ -39,10 +42,11 @@ def written(
     acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
     PLAN: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the results of a turn, the `number`th of this program.
+    """Writes the results of consumer `NUMBER` for turn `number` of this program: its outputs, from `acc`, and its lse.
 
-    If results are `stored`, it puts them in the place of the queries, and the producer writes them to memory. The
-    numbers of the turn are read from shared memory again, so that they occupy no registers during the turn.
+    If results are `PLAN.stored`, the outputs go where the turn's queries were in shared memory, and the producer writes
+    them to global memory. The turn's row, batch row and head are read from shared memory again, so that they occupy no
+    registers during the turn.
     """
     OUT, LSE = AFTER
     total = sum_of_parts(total, OF_ROWS)
@@ -69,9 +73,9 @@ def written(
 
 @gluon.jit
 def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
-    """Writes a piece of the outputs from registers."""
-    # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange, nor
-    # do values in two pieces.
+    """Writes `out`, the piece of the outputs that begins at dimension `FIRST`, from registers to global memory."""
+    # A product leaves two neighbouring numbers in a thread, four bytes of half precision; threads can exchange numbers
+    # to have sixteen. A bias leaves no shared memory for the exchange, nor do values in two pieces.
     WIDTH: gl.constexpr = out.shape[1]
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
     EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not apart(F.value_dim)
@@ -82,9 +86,9 @@ def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
 
 @gluon.constexpr_function
 def in_sixteens(DIM):
-    """The layout of 64 rows of `DIM` numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
+    """The register layout of `[64, DIM]` two-byte numbers in which each thread has sixteen contiguous bytes of a row.
 
-    It is that of a product after every four threads have exchanged numbers.
+    It is the layout of a product after every four threads have exchanged numbers.
     """
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: DIM.bit_length() - 2],
@@ -97,7 +101,7 @@ def in_sixteens(DIM):
 
 @gluon.jit
 def loaded(OUT, start, batch, head, F: gl.constexpr):
-    """The partial result of 64 queries, in accumulators."""
+    """Loads the partial outputs of 64 queries, from query `start` on, as accumulators (`sums`)."""
     sums = ()
     for piece in gl.static_range(pieces(F.value_dim)):
         sums += (_load(OUT, start, batch, head, first_of(F.value_dim, piece), width_of(F.value_dim, piece), F),)
@@ -115,9 +119,10 @@ def places(
     start, batch, head, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The offsets in `[B, LENGTH, HEADS, DIM]` of `WIDTH` dimensions, from the `FIRST` on, of a head's 64 tokens.
+    """The offsets of a `[64, WIDTH]` tile in an array `[B, LENGTH, HEADS, DIM]`.
 
-    Also returns which of them are inside the array.
+    The tile is 64 tokens from `start` on and `WIDTH` dimensions from `FIRST` on, of one batch row and head. The second
+    result says which offsets are inside the array.
     """
     rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
     dims = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))

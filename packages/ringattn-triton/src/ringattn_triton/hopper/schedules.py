@@ -10,18 +10,20 @@ from ..kernel_inputs import BlockConstants
 from .head_tiles import padded_size
 
 PROGRAMS: Final = 132
-"""The number of programs: one for each multiprocessor of the largest Hopper. On a smaller GPU the last find no work."""
+"""The most programs of a launch: one for each multiprocessor of the largest Hopper GPU. On a smaller GPU the last
+programs find no work."""
 CONSUMER_ROWS: Final = tl.constexpr(64)
-"""The number of queries of a consumer: the rows of a product of one warpgroup."""
+"""How many queries a consumer computes: the rows of a product of one warpgroup."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlan:
-    """How the forward kernel runs.
+    """Tile size, places and registers of the forward kernel, and how it runs.
 
-    `ordered`: consumers begin products in turn. `masked`: there are tiles to mask. `fresh`: there is no
-    partial result to continue. `bounded`: no row maximum is subtracted from scores. `stored`: results are written from
-    shared memory.
+    `stages`: places for key tiles. `ordered`: consumers begin their products one after another. `masked`: some tiles
+    may need a mask. `fresh`: there is no partial result to continue. `bounded`: half of the soft cap, not the row
+    maximum, is subtracted from scores. `stored`: the producer writes outputs by TMA, from shared memory; otherwise the
+    consumers do, from registers.
     """
 
     consumers: int
@@ -29,11 +31,12 @@ class ForwardPlan:
     stages: int
     ordered: bool
     registers_at_start: int
-    """Registers of a thread when a program begins."""
+    """Registers of each thread when a program begins."""
     registers: int
-    """Registers of a consumer's thread while the program runs. The producer releases its own, so it gets more."""
+    """Registers of a consumer's thread while the program runs: more than at the start, because the producer releases
+    its own."""
     q_places: int = 2
-    """Places for queries in shared memory: with two, the queries of the next turn are fetched early."""
+    """Places for query tiles in shared memory. With two, the queries of the next turn are fetched early."""
     masked: bool = False
     fresh: bool = False
     bounded: bool = False
@@ -62,11 +65,12 @@ _FORWARD: Final = {
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
 _WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
-"""Plans that replace those above with distances or dropout, which need registers that the usual plan does not leave."""
+"""Plans that replace plans of `_FORWARD` in calls with distances (ALiBi) or dropout, which need registers that the
+usual plan does not leave. `None`: there is no kernel."""
 
 
 def forward(constants: BlockConstants) -> ForwardPlan | None:
-    """The plan of the forward kernel, or `None` where there is no kernel for such heads."""
+    """The plan of the forward kernel, or `None` where the kernel does not take these head sizes and options."""
     if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
         return None
     head_size, value_size = (int(padded_size(dim)) for dim in (constants.head_dim, constants.value_dim))

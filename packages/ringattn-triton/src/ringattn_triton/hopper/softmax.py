@@ -16,11 +16,11 @@ from .schedules import CONSUMER_ROWS
 def scored(
     s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
+    """Four results: scores, what each row subtracts from them, new row maxima, and factors for each row's sums so far.
 
-    A maximum is updated only if a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives
-    the same results, and without an update the sums need no multiplication. If scores are `bounded`, half of the bound
-    replaces all maxima, and the factor, 1, is not used.
+    The second and the third are in units of log2. A maximum is updated only if a score exceeds it by more than 8 such
+    units: any number near the maximum gives the same results, and without an update the sums need no multiplication. If
+    scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are not used.
     """
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
@@ -35,7 +35,8 @@ def scored(
     if F.distances:
         lost = lost_by_distance(head, F, folded(F))
         if ONE_SIDED:
-            # All keys come before the query, so what a row subtracts from all its scores is left to `base`.
+            # All keys come before the query, so the penalty is `lost * from_origin - lost * away`. The first term, the
+            # same for a whole row, is left to `base`.
             s = s + lost * away
             offset = from_origin * lost * FOLD
         else:
@@ -61,7 +62,7 @@ def scored(
 
 @gluon.jit
 def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """The weights of a tile after dropout, and the updated sums of weights before it (`sums_of_parts`)."""
+    """The softmax weights of a tile after dropout, and each row's updated sum of weights before dropout (in parts)."""
     if PLAN.bounded:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)
@@ -76,41 +77,42 @@ def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, 
 
 @gluon.constexpr_function
 def folded(F):
-    """Whether what scores lose by distance is divided by `unbend` rather than scores multiplied by it."""
+    """Whether the ALiBi penalty is divided by `F.unbend`, instead of the scores multiplied by it."""
     return F.distances and not F.bias and F.unbend > 0
 
 
 @gluon.constexpr_function
 def fold_of(F):
-    """The factor that converts scores to units of log2."""
+    """The factor that converts the scores of `scored` to units of log2."""
     return F.unbend * F.fold if folded(F) else F.fold
 
 
 @gluon.jit
 def sums_of_parts(p):
-    """The partial sums of a row, `[64, 4]`, one in each of the four threads that share it, without communication."""
+    """Sums each row of `p` in four parts, `[64, 4]`: one for each of the four threads that hold the row."""
     own = gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
     return gl.convert_layout(own, quad_layout(4))
 
 
 @gluon.jit
 def in_parts(total):
-    """Turns sums of rows into four partial sums as of `sums_of_parts`: the first is the sum, the others are 0."""
+    """Turns each row's sum into four parts, as `sums_of_parts` returns them: the first is the sum, the others 0."""
     first = gl.arange(0, 4, gl.SliceLayout(0, quad_layout(4)))[None, :] == 0
     return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, quad_layout(4)))[:, None], 0.0)
 
 
 @gluon.jit
 def sum_of_parts(total, OF_ROWS: gl.constexpr):
-    """Adds the four partial sums of each row (`sums_of_parts`); `OF_ROWS` is the layout of the result, `[64]`."""
+    """Adds the four parts of each row's sum (`sums_of_parts`); the result, `[64]`, has register layout `OF_ROWS`."""
     return gl.convert_layout(gl.sum(total, 1), OF_ROWS)
 
 
 @gluon.jit
 def packed(p, TYPE: gl.constexpr):
-    """Weights in half precision, two neighbours of a row in one word: `[64, KV_TILE / 2]`.
+    """Rounds the weights `p` to `TYPE` and packs two neighbours of a row in one 32-bit word: `[64, KV_TILE / 2]`.
 
-    Carried from step to step as single numbers, they cost the assembler an instruction each to unpack and pack again.
+    Carried from step to step as single numbers, the weights would cost an instruction each to unpack and pack them
+    again.
     """
     first, second = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
@@ -120,9 +122,9 @@ def packed(p, TYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def quad_layout(COLUMNS):
-    """The layout of an array `[64, COLUMNS]`: each of the four threads that share a row has every fourth column.
+    """The register layout of an array `[64, COLUMNS]`: each of the four threads of a row has every fourth column.
 
-    Weights have it, packed two to a word, and so do partial sums of rows, with four columns.
+    Packed weights have this layout, and so do partial sums of rows, with four columns.
     """
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(2, COLUMNS.bit_length() - 1))],
@@ -135,7 +137,7 @@ def quad_layout(COLUMNS):
 
 @gluon.jit
 def as_operand(weights, TYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Packed weights in the layout of a product's left operand."""
+    """Unpacks `packed` weights to `TYPE`, laid out as the left operand of a product whose result has layout `SUMS`."""
     first = weights.to(gl.int16).to(TYPE, bitcast=True)
     second = (weights >> 16).to(gl.int16).to(TYPE, bitcast=True)
     p = gl.reshape(gl.join(first, second), [weights.shape[0], weights.shape[1] * 2])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""The sums of weighted values in a consumer of the forward pass: one accumulator for each piece of a head.
+"""Accumulators of a consumer on Hopper: a tuple with one `[64, width]` for each piece of a head.
 
-A head whose size is a power of two has one piece. One of 96 has 64 and 32, one of 192 has 128 and 64. The backward pass
-has such accumulators too, for heads of more than 128 (`wide_products`).
+In the forward pass they sum weighted values; in the backward pass of heads of more than 128, dk or dv
+(`wide_products`). A head whose size is a power of two has one piece. A head of 96 has two, of 64 and 32; a head of 192,
+of 128 and 64.
 """
 
 from triton.experimental import gluon
@@ -20,19 +21,19 @@ from .softmax import as_operand
 
 @gluon.constexpr_function
 def pieces(dim):
-    """The number of accumulators, one or two: the products of three or more would be too narrow to be fast."""
+    """The number of accumulators for a head of `dim` dimensions, one or two: more would be too narrow to be fast."""
     return 2 if apart(dim) or product_count(dim) == 2 else 1
 
 
 @gluon.constexpr_function
 def first_of(dim, number):
-    """The first dimension of a piece."""
+    """The first dimension in accumulator `number` of a head of `dim` dimensions."""
     return piece(dim, number)[0]
 
 
 @gluon.constexpr_function
 def width_of(dim, number):
-    """How many dimensions a piece has."""
+    """How many dimensions, with padding, accumulator `number` of a head of `dim` dimensions has."""
     if apart(dim) and number == 1:
         return max(32, 1 << (dim - 128 - 1).bit_length())
     return piece(dim, number)[1] if pieces(dim) == 2 else 1 << (dim - 1).bit_length()
@@ -45,7 +46,7 @@ def layout_of(width):
 
 @gluon.jit
 def no_sums(DIM: gl.constexpr):
-    """Accumulators of zeros."""
+    """New accumulators of zeros for a head of `DIM` dimensions."""
     sums = ()
     for number in gl.static_range(pieces(DIM)):
         sums += (gl.zeros([CONSUMER_ROWS, width_of(DIM, number)], gl.float32, layout_of(width_of(DIM, number))),)
@@ -54,10 +55,11 @@ def no_sums(DIM: gl.constexpr):
 
 @gluon.jit
 def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to add the weighted values of tile `last` to the sums, with one product for each piece.
+    """Begins to add the weighted values of key tile number `last` to the accumulators, one product for each piece.
 
-    If they are `there`, it waits until they have been fetched. Otherwise it multiplies what lies in their `place`. Of
-    two pieces apart the second has only one place. Its product comes first: then its place is empty sooner.
+    If `there`, it first waits until the values have arrived in `place`. Otherwise no such tile exists, and it
+    multiplies what lies in the place; the caller drops the result. Of two pieces that lie `apart`, the second has only
+    one place. Its product comes first, so that the place is empty sooner.
     """
     if apart(DIM):
         if there:
@@ -85,7 +87,7 @@ def _product(sums, weights, values, FIRST: gl.constexpr):
 
 @gluon.jit
 def with_product(sums, left, right, DIM: gl.constexpr):
-    """Begins to add `left right` to the sums, `right` being rows of heads in shared memory."""
+    """Begins to add `left right` to the accumulators; `left` is in registers, `right` is a tile in shared memory."""
     found = ()
     for number in gl.static_range(pieces(DIM)):
         found += (_added(sums[number], left, dims_of(right, first_of(DIM, number), width_of(DIM, number))),)
@@ -100,13 +102,13 @@ def _added(sums, left, right):
 
 @gluon.jit
 def rest_finished(sums):
-    """Waits for the product with the second of two pieces of values apart, which began first."""
+    """Waits for the product of the second of two accumulators, which `with_values` has begun first. Returns both."""
     return sums[0], warpgroup_mma_wait(1, deps=[sums[1]])
 
 
 @gluon.jit
 def finished(sums):
-    """Waits for all products."""
+    """Waits for all products in flight, and returns the accumulators with their results."""
     found = ()
     for number in gl.static_range(len(sums)):
         found += (warpgroup_mma_wait(0, deps=[sums[number]]),)
@@ -115,7 +117,7 @@ def finished(sums):
 
 @gluon.jit
 def rescaled(sums, factor):
-    """Multiplies each row of the sums by its factor. A warp whose factors are all 1 skips the multiplications."""
+    """Multiplies each row of the accumulators by its factor. A warp whose factors are all 1 does not multiply."""
     found = ()
     for number in gl.static_range(len(sums)):
         found += (product_where_needed(sums[number], of_dims(factor, sums[number].shape[1])),)
@@ -126,7 +128,7 @@ def rescaled(sums, factor):
 def product_where_needed(acc, factor, _semantic=None):
     """Multiplies the rows of an accumulator by their factors, unless all factors in the warp are 1.
 
-    A thread holds numbers of two rows, in pairs of neighbours. The vote makes all threads of a warp take the same
+    A thread holds numbers of two rows, in pairs of neighbours. All threads of a warp vote, so that they take the same
     branch; otherwise the assembler would make the products of the tensor cores wait for each other.
     """
     count = _unwrap_if_constexpr(acc.shape[1]) // 2
@@ -145,5 +147,5 @@ def product_where_needed(acc, factor, _semantic=None):
 
 @gluon.jit
 def of_dims(rows, WIDTH: gl.constexpr):
-    """A number for each row, in a layout in which it can be multiplied with a piece."""
+    """Converts one number for each row to a column that can be multiplied with an accumulator of `WIDTH` dimensions."""
     return gl.convert_layout(rows, gl.SliceLayout(1, layout_of(WIDTH)))[:, None]

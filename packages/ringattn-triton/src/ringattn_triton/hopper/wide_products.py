@@ -2,14 +2,14 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
-"""The five products of the one-pass backward for heads of more than 128: one consumer has dv, the other dk.
+"""The five products of the one-pass backward for heads of more than 128: one consumer computes dv, the other dk.
 
-Both have all 64 keys of a turn. The first computes the weights p and adds to dv. It hands p over in shared
-memory to the second, which computes ds and adds to dk. Each computes half of dq from ds.
+Both work on all 64 keys of a turn. The first consumer computes the softmax weights p and adds to dv. It hands p over in
+shared memory to the second, which computes ds and adds to dk. Each computes a part of dq from ds.
 
-One place holds p, and then ds. The second consumer writes ds when it has read p; the first writes the next p when the
-products of both with ds have ended. These begin before either consumer waits for a writer of dq. So p never waits for
-writers, which may wait for their turn.
+One place holds p, and then ds. The second consumer writes ds when it has read p. The first writes the next p when the
+products of both consumers with ds have ended. These products begin before either consumer waits for a writer of dq. So
+p never waits for writers, which may wait for their turn.
 """
 
 from triton.experimental import gluon
@@ -51,7 +51,7 @@ from .sums import finished, first_of, no_sums, pieces, with_product
 
 @gluon.jit
 def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
+    """The first consumer: computes dv of a turn's 64 keys, summed over all heads of the group, and two pieces of dq."""
     INSIDE: gl.constexpr = heads_inside(F, PLAN)
     HEADS: gl.constexpr = 1 if INSIDE else F.group
     TIMES: gl.constexpr = F.group if INSIDE else 1
@@ -64,7 +64,8 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
         if PLAN.masked:
             before = TIMES * read_number(shared.numbers.index(BEFORE + taken % 2), 4)
             after = TIMES * read_number(shared.numbers.index(AFTER + taken % 2), 4)
-            # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
+            # Steps come in two parts: `before` masked steps and all whole steps, then `after` masked steps. Both parts
+            # run through one copy of the code.
             for part in range(0, 2 * HEADS):
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
@@ -89,7 +90,7 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 
 @gluon.jit
 def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
+    """The second consumer: computes dk of a turn's 64 keys, summed over all heads of the group, and the rest of dq."""
     hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
     taken = 0
     done = 0
@@ -116,9 +117,10 @@ def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
 def _step_of_dv(
     dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One query tile: scores `s = k q^T`; `p = exp(s - lse)`, handed over; `dv += p dout`; `dq = ds^T k` in part.
+    """One query tile: scores `s = k q^T`; `p = exp(s - lse)`; `dv += p dout`; two pieces of `dq = ds^T k`.
 
-    The next tile's p is computed while its dout is on the way, which has one place.
+    The consumer hands p over to the other consumer, and takes ds from it. p is computed while the tile's dout is on the
+    way, because dout may have only one place.
     """
     Q_TILE: gl.constexpr = PLAN.q_tile
     TYPE: gl.constexpr = shared.ds.dtype
@@ -156,7 +158,7 @@ def _step_of_dv(
 
 @gluon.jit
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
-    """One query tile: `dp = v dout^T - delta`; `ds = p dp`; `dq = ds^T k` in part; `dk += ds q`."""
+    """One query tile: `dp = v dout^T - delta`; `ds = p dp`, which both consumers read; `dk += ds q`; the rest of dq."""
     Q_TILE: gl.constexpr = PLAN.q_tile
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
@@ -172,7 +174,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     dp = warpgroup_mma_wait(0, deps=[dp])
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
-    _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait for each other between the two
+    _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait between the load and this
     fence_async_shared()
     hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
@@ -197,13 +199,13 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _ds_place(shared):
-    """The place of ds, the first half of that of the weights."""
+    """The place of ds in shared memory: the first half of the place of the softmax weights."""
     return shared.ds.index(0).slice(0, 64, dim=0)
 
 
 @gluon.jit
 def _piece_of_dq(shared, NUMBER: gl.constexpr):
-    """Begins 64 dimensions of dq."""
+    """Begins the product `ds^T k` for piece `NUMBER` of dq, the 64 dimensions from `64 * NUMBER` on."""
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([64, 64], gl.float32, PIECE)
     ds = _ds_place(shared).permute((1, 0))
@@ -214,7 +216,7 @@ def _piece_of_dq(shared, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _hand_over(dq, shared, step):
-    """Puts a piece of dq into place 1, for the warp that adds it to device memory."""
+    """Puts a piece of dq into shared memory; the writer warp of step number `step` adds it to global memory."""
     hardware_barrier("sync", DQ_EMPTY + 1, 160)
     shared.dq.index(1).store(in_register_order(dq))
     fence_async_shared()
@@ -223,7 +225,7 @@ def _hand_over(dq, shared, step):
 
 @gluon.constexpr_function
 def register_order():
-    """The layout of `in_register_order`'s results."""
+    """The register layout in which threads hold the results of `in_register_order`."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
@@ -235,5 +237,5 @@ def register_order():
 
 @gluon.jit
 def _from_register_order(x):
-    """The inverse of `in_register_order`."""
+    """The inverse of `in_register_order`: reorders `[16, 256]` to a 64 by 64 product."""
     return gl.reshape(gl.permute(gl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5)), (64, 64))

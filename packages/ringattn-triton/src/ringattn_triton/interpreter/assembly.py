@@ -18,17 +18,21 @@ _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "st.global.b32": lambda pointer, word: pointer.write(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
-"""For each instruction, a function that returns its results in the order of PTX. A pointer has a method `write`."""
+"""For each instruction, a function from its source operands to a tuple of its results, in the order of PTX. A pointer
+is an object with a method `write`."""
 
 
 def _halves(upper: np.ndarray, lower: np.ndarray, dtype: Any) -> np.ndarray:
-    """Rounds two numbers to half precision and packs them in one word."""
+    """Rounds two float32 numbers to a 16-bit `dtype` and packs them in one 32-bit word, `lower` in the low half."""
     high, low = (x.astype(dtype).view(np.uint16).astype(np.uint32) for x in (upper, lower))
     return (high << np.uint32(16) | low).view(np.int32)
 
 
 def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:
-    """Runs the instructions on each element. Returns the outputs, `$0` and so on; inputs are numbered after them."""
+    """Runs PTX instructions on each element of `inputs`, and returns as many results as `outputs`.
+
+    In `assembly` the outputs are `$0` and so on; the inputs have the numbers after those of the outputs.
+    """
     registers = {f"${outputs + number}": x for number, x in enumerate(inputs)}
     body = re.sub(r"^\s*\{(.*)\}\s*$", r"\1", assembly, flags=re.DOTALL)
     for statement in filter(None, map(str.strip, body.split(";"))):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the partitions of an interpreted program run beside each other: as threads that wait at barriers."""
+"""The partitions of an interpreted program, as threads that wait for each other at barriers."""
 
 import collections
 import threading
@@ -10,10 +10,10 @@ from .language import current
 
 
 class Team:
-    """The partitions of one program: how many run, which wait, and the first error.
+    """The partitions of one program: how many run, which of them wait, and their first error.
 
     `waiting` holds the threads that have looked at their barrier and found its phase incomplete. Any change of a
-    barrier empties it, and all look again. If it holds every running thread, none can go on.
+    barrier empties the set, and all threads look again. If the set holds every running thread, no thread can go on.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,7 +26,7 @@ class Team:
         self.covers: dict[Any, Any] = {}
 
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """Runs one partition in this thread, or a program before it has started partitions."""
+        """Runs one partition in this thread, or the part of a program before it starts partitions."""
         current.team, current.products, current.unfenced = self, collections.deque(), []
         current.additions = collections.deque()
         function(*arguments, **constants)
@@ -36,7 +36,7 @@ class Team:
             raise error("ends before its products do")
 
     def wait(self, barrier: "Barrier", parity: int) -> None:
-        """Blocks until the last phase that the barrier has completed is one of this parity."""
+        """Blocks until the phase that `barrier` has completed last has this parity. (The first phase has parity 0.)"""
         with self.changed:
             while not barrier.has_completed(parity) and self.error is None:
                 self.waiting.add(threading.get_ident())
@@ -51,7 +51,7 @@ class Team:
         self.changed.notify_all()
 
     def ended(self, error: BaseException | None) -> None:
-        """Records that a partition has ended. After an error the others stop; else they check if they are stuck."""
+        """Records that a partition has ended. After an error the others stop, else they check if they are stuck."""
         with self.changed:
             self.running -= 1
             if self.error is None:
@@ -71,7 +71,7 @@ class Team:
 
 
 class Stopped(Exception):
-    """Ends a partition because another one failed."""
+    """Raised in a partition to end it, because another partition has failed."""
 
 
 def error(fact: str, kind: type[Exception] = RuntimeError) -> Exception:
@@ -79,7 +79,7 @@ def error(fact: str, kind: type[Exception] = RuntimeError) -> Exception:
 
 
 class Barrier:
-    """Completes a phase after `count` arrivals and all bytes that they announced."""
+    """A barrier that completes a phase when `count` arrivals, and all bytes that arrivals have announced, have come."""
 
     def __init__(self) -> None:
         self.fetches: collections.deque[Callable[[], None]] = collections.deque()
@@ -102,7 +102,7 @@ class Barrier:
                 current.team.look_again()
 
     def fetching(self, arrive: Callable[[], None]) -> None:
-        """Delays the arrival of a fetch until a partition waits for it."""
+        """Queues `arrive`, the arrival of a fetch, until a partition waits at this barrier."""
         with current.team.changed:
             self._need_begun()
             self.fetches.append(arrive)
@@ -110,7 +110,10 @@ class Barrier:
             current.team.look_again()
 
     def has_completed(self, parity: int) -> bool:
-        """Whether the last completed phase has this parity (at first 1). Pending fetches arrive until it has."""
+        """Whether the last completed phase has this parity; before any is completed, only parity 1 gives true.
+
+        Queued fetches arrive, one after the other, until it is true.
+        """
         self._need_begun()
         if parity not in (0, 1):
             raise error(f"waits for a phase of parity {parity}; parities are 0 and 1", ValueError)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of Gluon over NumPy arrays and threads: shared memory, barriers, TMA fetches, asynchronous products.
 
-The partitions of a program run as threads. An asynchronous product reads its operands only when a partition waits for
-it, as late as a device may. A fetch overwrites its place with NaN at once, and fills it only when a partition waits for
-its barrier. So a kernel that releases or reads a place too early gets wrong results. Products see what a partition
-itself stores in shared memory only after a fence. If all partitions wait for each other, an error says so.
+The partitions of a program run as threads. An asynchronous product reads its operands only when its partition waits for
+the product, as late as a device may. A fetch at once overwrites its place in shared memory with NaN, and fills the
+place only when a partition waits for the fetch's barrier. So a kernel that releases or reads a place too early gets
+wrong results. A product of what its own partition has stored in shared memory raises an error if no fence is between.
+If all partitions wait for each other, an error says so.
 """
 
 import operator
@@ -22,10 +23,13 @@ from .values import Pointer, Tensor, cast, constant, plain
 
 
 class Shared:
-    """Shared memory of one type, or a part of it."""
+    """An allocation of shared memory for elements of one type, or a part of such an allocation."""
 
     def __init__(self, data: np.ndarray, dtype: Any, covered: np.ndarray | None = None) -> None:
-        """`covered`: memory of another type in the same place, which holds NaN while this memory is in use."""
+        """Wraps `data`. `covered`, or `None`, is memory of another type in the same place.
+
+        If `covered` is written to, this memory becomes invalid: it is filled with NaN.
+        """
         self.data = data
         self.dtype = dtype
         self.covered = covered
@@ -41,7 +45,7 @@ class Shared:
         return Shared(self.data[number], self.dtype)
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
-        """A part along an axis. `start` and `length` must be known when a kernel is compiled."""
+        """The `length` elements from `start` on along axis `dim`; all three must be known at compile time."""
         first, axis = plain(start), plain(dim)
         last = first + plain(length)
         if not 0 <= first < last <= self.data.shape[axis]:
@@ -52,14 +56,17 @@ class Shared:
         return Shared(np.transpose(self.data, [plain(axis) for axis in order]), self.dtype)
 
     def reshape(self, shape: Sequence[Any]) -> "Shared":
-        """The same elements in another shape."""
+        """A view of the same memory in another shape; raises if only a copy could have that shape."""
         view = self.data.reshape([plain(size) for size in shape])
         if not np.may_share_memory(view, self.data):
             raise error(f"reshapes {list(self.data.shape)}, which does not lie in one piece")
         return Shared(view, self.dtype, self.covered)
 
     def reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> "Shared":
-        """The same place for values of another type. A write to one of the two makes the other invalid."""
+        """A view of the same place for values of type `dtype`.
+
+        It makes this view's values invalid. A later write to this view makes the new view's values invalid.
+        """
         sizes = tuple(plain(size) for size in shape)
         self.spoil()
         key = self.data.ctypes.data, dtype.name, sizes
@@ -73,7 +80,7 @@ class Shared:
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
-        """Stores as a partition does: asynchronous products see floats only after a fence, and read no integers."""
+        """Stores `value`. A product that reads stored floats before the next fence raises: a GPU may misread."""
         self.fill(value)
         if self.dtype.is_floating():
             current.unfenced.append(self.data)
@@ -89,7 +96,7 @@ class Shared:
 
 
 class Product:
-    """An asynchronous product that has begun. Its value exists after a wait; any use before raises."""
+    """An asynchronous product that has begun. It has a value after `warpgroup_mma_wait`; any use before then raises."""
 
     def __init__(self, found: Callable[[], Tensor]) -> None:
         self._found = found
@@ -114,7 +121,7 @@ class Product:
 
 
 class Descriptor:
-    """A matrix in global memory that is fetched by tiles; past its end there are zeros."""
+    """A TMA descriptor: an array in global memory, read and written by tiles. Reads past its end give zeros."""
 
     def __init__(self, base: Pointer, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
         self.base = base
@@ -135,7 +142,7 @@ class Descriptor:
         return Tensor(self.base.buffer.load(self.base.data + offsets, inside, 0), self.dtype)
 
     def _places(self, at: Sequence[Any]) -> tuple[np.ndarray, Any]:
-        """Which elements of a tile are inside the matrix, and their offsets."""
+        """For each element of the tile that begins at `at`: whether it is inside the array, and its offset."""
         starts = [_integer(start) for start in at]
         ranges = np.meshgrid(
             *(start + np.arange(size) for start, size in zip(starts, self.block, strict=True)), indexing="ij"
@@ -144,12 +151,12 @@ class Descriptor:
         return inside, sum(r * step for r, step in zip(ranges, self.strides, strict=True))
 
     def put(self, at: Sequence[Any], source: Shared) -> None:
-        """Writes a tile to memory, without its elements past the end."""
+        """Writes the tile `source` to global memory, without its elements past the end of the array."""
         inside, offsets = self._places(at)
         self.base.buffer.store(self.base.data + np.where(inside, offsets, 0), source.load(None).data, inside)
 
     def add(self, at: Sequence[Any], source: Shared) -> None:
-        """Adds a tile to memory, without its elements past the end."""
+        """Adds the tile `source` to global memory, without its elements past the end of the array."""
         inside, offsets = self._places(at)
         self.base.buffer.add(self.base.data + np.where(inside, offsets, 0), source.data, inside)
 
@@ -159,7 +166,7 @@ def _integer(value: Any) -> int:
 
 
 def run_program(function: Any, pointers: Sequence[Any], constants: Mapping[str, Any]) -> None:
-    """Runs one program, alone in its team. The partitions that it starts have a team of their own."""
+    """Runs one program of a launch as a `Team` of one. Partitions that the program starts form another team."""
     team = Team(1)
     team.run(function, pointers, constants)
     team.finish()
@@ -245,13 +252,13 @@ async_copy_global_to_shared = async_load
 
 
 def async_atomic_add(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
-    """Begins to add a tile to memory. The tile is read from shared memory as late as a device may read it."""
+    """Begins to add tile `src` to global memory. `src` is read only at `store_wait`, as late as a device may."""
     at = [_integer(start) for start in coord]
     current.additions.append(lambda: tensor_desc.add(at, src))
 
 
 def async_store(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
-    """Begins to write a tile to memory, as `async_atomic_add` begins to add one."""
+    """Begins to write tile `src` to global memory. `src` is read only at `store_wait`, as late as a device may."""
     at = [_integer(start) for start in coord]
     current.additions.append(lambda: tensor_desc.put(at, src))
 
@@ -260,7 +267,7 @@ async_copy_shared_to_global = async_store
 
 
 def store_wait(pendings: Any) -> None:
-    """Waits until at most `pendings` tiles have yet to be read from shared memory."""
+    """Waits until at most `pendings` of the additions and stores that this partition began are still to be done."""
     while len(current.additions) > plain(pendings):
         current.additions.popleft()()
 
@@ -274,7 +281,10 @@ def opaque_zero() -> int:
 
 
 def hardware_barrier(action: str, number: Any, threads: Any) -> None:
-    """Counts the threads that arrive at a barrier; `sync` waits until as many have arrived as it asks for."""
+    """This partition arrives at hardware barrier `number`, with all its threads.
+
+    If `action` is "sync", it then waits until `threads` threads have arrived in all; if "arrive", it goes on.
+    """
     team = current.team
     with team.changed:
         barrier = team.hardware.setdefault(_integer(number), Barrier())
@@ -308,7 +318,7 @@ def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, is_async: Any, use_acc: Any
 
 
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
-    """Waits until at most `num_outstanding` products are in flight. Returns the values of `deps`."""
+    """Waits until at most `num_outstanding` products of this partition are in flight. Returns the values of `deps`."""
     while len(current.products) > plain(num_outstanding):
         current.products.popleft().finish()
     values = [dep.taken() if isinstance(dep, Product) else dep for dep in deps]
@@ -320,9 +330,9 @@ def convert_layout(value: Tensor, layout: Any) -> Tensor:
 
 
 def product_where_needed(acc: Any, factor: Any) -> Tensor:
-    """The product. (A device skips it for a warp whose factors are all 1.)"""
+    """`acc * factor`. (A device skips the multiplication in a warp whose factors are all 1.)"""
     return acc * factor
 
 
 def softmax_first(step: Any) -> None:
-    """Computes nothing. (On a device it only changes the order of instructions.)"""
+    """Does nothing. (On a device it only changes the order of instructions.)"""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of `triton.language` for memory, control flow and shapes, over NumPy arrays.
 
-The same functions serve Gluon, whose calls pass a `layout`, which is ignored.
-
-`mathematics` has the functions that compute; `programs` substitutes both for `triton.language`.
+The same functions serve Gluon, whose calls also pass a `layout`; the functions ignore it. `mathematics` has the
+functions that compute; `programs` substitutes both for `triton.language`.
 """
 
 import threading
@@ -18,7 +17,7 @@ from .types import held, poison, rounded
 from .values import Pointer, Tensor, cast, constant, number, plain, tensor
 
 current = threading.local()
-"""The launch that runs in this thread, as `current.launch`."""
+"""The state of the program that runs in this thread; `current.launch` is its `programs.Launch`."""
 
 
 def program_id(axis: int) -> Tensor:
@@ -30,7 +29,7 @@ def num_programs(axis: int) -> Tensor:
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
-    """Loads elements. Where the mask is false it gives `other`, or without it `poison`: NaN, or the largest integer."""
+    """Loads elements. Where `mask` is false, gives `other`, or if that is `None` NaN or the largest integer."""
     dtype, allowed = pointer.buffer.dtype, _mask(mask)
     if allowed is None:
         return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
@@ -85,7 +84,7 @@ def trans(input: Tensor) -> Tensor:
 
 
 def join(a: Any, b: Any) -> Tensor:
-    """Both stacked along a new last axis."""
+    """Stacks `a` and `b` along a new last axis."""
     a, b = tensor(a), tensor(b)
     return Tensor(np.stack(np.broadcast_arrays(a.data, b.data), axis=-1), a.dtype)
 
@@ -95,7 +94,7 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def range_(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> Iterator[Any]:
-    """The values of a loop variable: tensors, as in a compiled kernel."""
+    """The `range` of a loop in a kernel: gives the loop variable as tensors, as a compiled kernel does."""
     start, end = (0, arg1) if arg2 is None else (arg1, arg2)
     bounds = [int(constant(b).__index__()) for b in (start, end, 1 if step is None else step)]
     for value in range(*bounds):
@@ -103,7 +102,7 @@ def range_(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> Iterator[
 
 
 def static_range(arg1: Any, arg2: Any = None, step: Any = None) -> range:
-    """An unrolled loop: its bounds are known when the kernel is compiled, and so is its variable."""
+    """The range of an unrolled loop: its bounds and its variable are integers known at compile time."""
     start, end = (0, arg1) if arg2 is None else (arg1, arg2)
     return range(plain(start), plain(end), 1 if step is None else plain(step))
 
@@ -111,7 +110,7 @@ def static_range(arg1: Any, arg2: Any = None, step: Any = None) -> range:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Runs inline assembly on each element: instructions on 32 bits, or stores of 32-bit words through pointers."""
+    """Interprets inline PTX for each element of `args`: 32-bit instructions, or 32-bit stores through pointers."""
     several = isinstance(dtype, tuple)
     dtypes = dtype if several else (dtype,)
     inputs = [_Words(x) if isinstance(x, Pointer) else tensor(x).data for x in args]
@@ -121,7 +120,7 @@ def inline_asm_elementwise(
 
 
 class _Words:
-    """Memory of 16-bit numbers in words of 32 bits: each word has two numbers, with the first in its low half."""
+    """A pointer to 16-bit numbers, for stores of 32-bit words: each word has two numbers, the first in its low half."""
 
     def __init__(self, pointer: Pointer) -> None:
         self.pointer = pointer
@@ -137,7 +136,7 @@ class _Words:
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
-    """A shape given as a sequence or as several arguments."""
+    """Converts a shape, given as one sequence or as several arguments, to a tuple of integers."""
     if isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], list | tuple):
         shape = shape[0]
     return tuple(plain(size) for size in shape)

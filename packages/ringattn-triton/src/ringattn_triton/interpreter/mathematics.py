@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `triton.language` that compute: elementwise, over an axis, and matrix products."""
+"""Replaces the functions of `triton.language` that compute: elementwise, over an axis, and matrix products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def minimum(x: Any, y: Any) -> Tensor:
 
 
 def dot(input: Tensor, other: Tensor, acc: Any = None, input_precision: Any = None) -> Tensor:
-    """The product of two blocks, summed in float32. float32 inputs become TF32 unless the caller asks for more."""
+    """`input other + acc`, summed in float32. Rounds float32 inputs to TF32 unless `input_precision` asks for more."""
     a, b = input.data, other.data
     if input.dtype is tl.float32 and constant(input_precision) in (None, "tf32"):
         a, b = to_tf32(a), to_tf32(b)
@@ -52,7 +52,7 @@ def dot(input: Tensor, other: Tensor, acc: Any = None, input_precision: Any = No
 
 
 def sum(input: Tensor, axis: Any = None) -> Tensor:
-    """Small integers are summed as int32 and bfloat16 as float32, as Triton does."""
+    """The sum over `axis` (`None`: all). As in Triton, small integers are summed as int32, and bfloat16 as float32."""
     kind = input.dtype
     if kind.is_int() and kind.int_bitwidth < 32:
         kind = tl.int32 if kind.is_int_signed() else tl.uint32
@@ -78,7 +78,7 @@ def cumsum(input: Tensor, axis: Any = 0) -> Tensor:
 
 
 def associative_scan(input: Tensor, axis: Any, combine_fn: Callable[..., Any]) -> Tensor:
-    """The running results along an axis: each combines all elements up to it, from left to right."""
+    """The running results along `axis`: result `i` combines elements 0 to `i` by `combine_fn`, from left to right."""
     axis = plain(axis)
     totals: list[Tensor] = []
     for i in range(input.shape[axis]):

@@ -10,15 +10,17 @@ import numpy as np
 from .types import OF_ARRAY, decoded, held, poison
 
 _ADDING = threading.Lock()
-"""Held during an addition, because the partitions of a program run concurrently and may add to the same element."""
+"""A lock that is held during an addition, because the partitions of a program run concurrently and may add to the same
+element."""
 
 
 @dataclasses.dataclass
 class Storage:
-    """The elements of one array in row-major order, and which programs wrote and read each of them.
+    """The elements of one array in row-major order, and which programs have written and read each of them.
 
-    `written` and `read` hold a program number for each element: -1 is no program and -2 several. An operand that shares
-    its memory with no output has neither.
+    `written` and `read` hold a program number for each element: -1 if no program did, -2 if several did. `read` is
+    `None` unless an operand and an output share the memory; `written` is `None` for an operand that shares with no
+    output.
     """
 
     flat: np.ndarray
@@ -36,13 +38,13 @@ class Storage:
 
     @classmethod
     def of_alias(cls, array: np.ndarray) -> "Storage":
-        """The memory that an output shares with an operand: it holds the operand's values at first."""
+        """The storage that an output and an operand share; at first it holds the values of the operand, `array`."""
         nobody = np.full(array.size, -1, np.int32)
         return cls(decoded(array).copy(), nobody, nobody.copy())
 
 
 class Buffer:
-    """An operand or output of a launch, with its name. An operand and an output may share a storage."""
+    """An operand of a launch, or a `writable` output, with its name. An operand and an output may share a storage."""
 
     def __init__(self, name: str, storage: Storage, dtype: Any, writable: bool, launch: Any) -> None:
         self.name = name
@@ -56,7 +58,7 @@ class Buffer:
         return f"operand {self.name!r} of kernel {self.launch.name}"
 
     def load(self, offsets: Any, mask: Any, other: Any) -> Any:
-        """The elements at the offsets where the mask says so, else `other`."""
+        """The elements at `offsets`, or `other` where `mask` is false (`None`: it is true everywhere)."""
         flat = self.storage.flat
         if mask is None:
             self._check("load", offsets)
@@ -82,7 +84,7 @@ class Buffer:
         self.storage.flat[offsets] = data
 
     def add(self, offsets: Any, data: Any, mask: Any) -> Any:
-        """An atomic addition. Any program may add to any element; programs run one after another, in a fixed order."""
+        """Adds atomically where `mask` is true, and returns the old elements. Any program may add to any element."""
         if not self.writable:
             raise self._error(f"adds to {self}, which is not an output. List the output in `outputs`")
         offsets, data, mask = np.broadcast_arrays(offsets, data, mask)

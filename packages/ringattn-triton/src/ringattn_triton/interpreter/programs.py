@@ -21,7 +21,7 @@ from .values import Pointer, constant
 
 
 class Launch:
-    """One launch of a kernel over a grid."""
+    """The state of one launch: its grid, and which program runs, by number (`program`) and by grid index (`where`)."""
 
     def __init__(self, call: Any) -> None:
         self.name = call.name
@@ -67,7 +67,7 @@ _globals: dict[int, tuple[Any, dict[str, Any]]] = {}
 
 
 class _Language:
-    """Replaces `triton.language`: the interpreter's functions, and Triton's types."""
+    """The object that kernels get as `triton.language`: the interpreter's functions, and types from Triton itself."""
 
     def __init__(self) -> None:
         for module in (language, mathematics):
@@ -84,7 +84,7 @@ class _Language:
 
 
 class _Gluon:
-    """Replaces a module of Gluon: the functions in `gluon`, Gluon's layouts, and all else from `_Language`."""
+    """Stands for a module of Gluon: functions of `interpreter.gluon`, Gluon's layouts, and all else of `_Language`."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -97,7 +97,7 @@ class _Gluon:
 
 
 def interpreted(kernel: JITFunction) -> Any:
-    """The kernel's own code with the interpreter's globals."""
+    """The Python function of a kernel or device function, with the interpreter's globals: a call interprets it."""
     function = kernel.fn
     if function not in _functions:
         defaults = function.__defaults__ and tuple(constant(value) for value in function.__defaults__)
@@ -120,7 +120,7 @@ def _environment(function: Any) -> dict[str, Any]:
 
 
 def _replaced(value: Any) -> Any:
-    """The replacement for a global of a kernel's module."""
+    """What an interpreted kernel gets instead of `value`, a global of its module."""
     if isinstance(value, JITFunction):
         own = value.fn.__module__.startswith("triton.language")
         return getattr(LANGUAGE, value.__name__) if own else _Function(value)
@@ -137,7 +137,7 @@ def _replaced(value: Any) -> Any:
 
 
 class _Function:
-    """A device function: translated at its first call, when every module is complete."""
+    """A device function that kernels call: made interpretable at its first call, when all modules are imported."""
 
     def __init__(self, kernel: JITFunction) -> None:
         self._kernel = kernel

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of values, promoted by Triton's rules, and the NumPy type that holds each.
+"""The Triton types of interpreted values: how operands are promoted, and which NumPy type holds each type's values.
 
-bfloat16 and float16 are held in float32, rounded after every operation: sums and products of two such numbers are
-exact or correctly rounded in float32 first, so that the result is the one of the narrow type.
+Values of bfloat16 and float16 are held as float32 and rounded after every operation. Sums and products of two such
+numbers are exact or correctly rounded in float32, so that rounding them again gives the result of the narrow type.
 """
 
 import functools
@@ -24,7 +24,7 @@ OF_ARRAY: Final[dict[str, Any]] = {
     **{name: getattr(tl, name) for name in (*_INTEGER_NAMES, "float16", "bfloat16", "float32")},
     "bool": tl.int1,
 }
-"""The Triton type of a NumPy (or ml_dtypes) array."""
+"""The Triton type for the dtype name of a NumPy (or ml_dtypes) array."""
 
 
 def held(dtype: Any) -> Any:
@@ -36,13 +36,13 @@ def held(dtype: Any) -> Any:
 
 
 def poison(dtype: Any) -> Any:
-    """What uninitialised memory holds, so that a wrong read shows: NaN, or the largest integer, or true."""
+    """The value that fills uninitialised memory, so that a wrong read shows: NaN, the largest integer, or true."""
     kind = held(dtype)
     return kind(np.nan) if dtype.is_floating() else kind(1) if dtype.is_int1() else np.iinfo(kind).max
 
 
 def rounded(data: Any, dtype: Any) -> Any:
-    """The nearest numbers of a narrow float type, ties to even; other types as they are."""
+    """Rounds float32 `data` to the numbers of bfloat16 or float16, ties to even; returns other types unchanged."""
     if dtype is tl.bfloat16:
         bits = data.view(np.uint32)
         nearest = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
@@ -53,14 +53,14 @@ def rounded(data: Any, dtype: Any) -> Any:
 
 
 def to_tf32(data: Any) -> Any:
-    """Rounds float32 to TF32: the ten bits of mantissa that tensor cores read."""
+    """Rounds float32 to the numbers of TF32, whose mantissa has the ten bits that tensor cores read."""
     bits = data.view(np.uint32)
     nearest = (bits + (np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)))) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(data), nearest.view(np.float32), data)
 
 
 def decoded(array: np.ndarray) -> np.ndarray:
-    """The elements of an array in row-major order, in the type of `held`; a view if no conversion is needed."""
+    """The elements of an array in row-major order, in the NumPy type of `held`; a view if no conversion is needed."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else flat
 
@@ -104,10 +104,10 @@ def integer_type(a: Any, b: Any) -> Any:
 
 
 def common_type(a: Any, b: Any, a_number: bool = False, b_number: bool = False, division: bool = False) -> Any:
-    """The type to which Triton converts two operands, by their types `a` and `b`, before it combines them.
+    """The type to which Triton converts two operands of types `a` and `b` before it combines them.
 
-    `a_number` and `b_number` say that the operand is a Python number. It changes the type of a tensor only if it is of
-    a higher kind, as a float is beside integers.
+    `a_number`, `b_number`: that operand is a Python number. A number changes the type of a tensor only if the number is
+    of a higher kind, as a float is beside an integer tensor. `division`: the operation is `/`, `//` or `%`.
     """
     if a is b and not division:
         return a

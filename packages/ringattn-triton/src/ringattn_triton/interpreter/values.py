@@ -16,7 +16,7 @@ Number = bool | int | float
 
 
 class Tensor:
-    """A block of values, or one value, of a Triton type. `data` is of type `types.held(dtype)`, and never changes."""
+    """A block of values, or one value, of a Triton type; `data` has type `types.held(dtype)` and is never changed."""
 
     __slots__ = ("data", "dtype")
 
@@ -64,7 +64,7 @@ class Tensor:
 
 
 class Pointer(Tensor):
-    """A block of pointers into one buffer; `data` are offsets in elements from its beginning."""
+    """A block of pointers into one buffer; `data` holds their offsets from the buffer's beginning, in elements."""
 
     __slots__ = ("buffer",)
 
@@ -93,7 +93,7 @@ def _offsets(value: Any) -> Any:
 
 
 def tensor(value: Any) -> Tensor:
-    """Converts a Python number in a kernel's source to a tensor, as Triton does; returns a tensor as it is."""
+    """Converts a Python number in a kernel's source to a `Tensor`, as Triton does; returns a `Tensor` unchanged."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Number):
@@ -106,7 +106,7 @@ _numbers: Final[dict[tuple[Any, ...], Any]] = {}
 
 
 def number(value: Number, dtype: Any) -> Any:
-    """A Python number, converted to the type of the tensor with which it is combined."""
+    """Converts a Python number to Triton type `dtype`, that of the tensor with which a kernel combines the number."""
     key = (value, type(value), dtype.name)
     found = _numbers.get(key) if value else None
     if found is None:
@@ -115,7 +115,7 @@ def number(value: Number, dtype: Any) -> Any:
 
 
 def cast(x: Tensor, dtype: Any) -> Tensor:
-    """Converts to another type: floats to integers by truncation, floats to narrower floats by rounding to even."""
+    """Converts `x` to type `dtype`: floats to integers by truncation, floats to narrower floats by rounding to even."""
     if x.dtype is dtype:
         return x
     if dtype.is_int1():
@@ -126,7 +126,7 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 
 
 def bitcasted(x: Tensor, dtype: Any) -> Tensor:
-    """The same bits read as another type of the same width."""
+    """Reinterprets the bits of `x` as another type of the same width."""
     data = x.data
     if x.dtype is tl.bfloat16:
         data = (data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -140,7 +140,7 @@ def bitcasted(x: Tensor, dtype: Any) -> Tensor:
 
 
 def in_common_type(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
-    """Both operands converted to their common type, and that type."""
+    """Converts both operands to their common type. Returns the two as NumPy data, and the type."""
     if isinstance(a, Tensor):
         if isinstance(b, Tensor):
             dtype = common_type(a.dtype, b.dtype, division=division)
@@ -155,7 +155,7 @@ def in_common_type(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, An
 
 
 def arithmetic(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
-    """Applies `function` to both operands in their common type, and rounds the result to it."""
+    """Applies `function` to both operands in their common type, and rounds the result to that type."""
     if type(a) is Tensor and type(b) is Tensor and a.dtype is b.dtype:
         x, y, dtype = a.data, b.data, a.dtype
     elif isinstance(a, Pointer) or isinstance(b, Pointer):
@@ -173,7 +173,7 @@ def compared(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
 
 
 def divided(a: Any, b: Any) -> Tensor:
-    """The quotient; at least one operand is a float. (The compiler would make floats of two integers.)"""
+    """The quotient `a / b` with at least one float; raises for two integers, which Triton would convert to floats."""
     x, y, dtype = in_common_type(a, b, division=True)
     if dtype.is_int():
         raise TypeError("the interpreter divides no integers by /: cast one of them to float32")
@@ -181,7 +181,7 @@ def divided(a: Any, b: Any) -> Tensor:
 
 
 def quotient(a: Any, b: Any) -> Tensor:
-    """The quotient of integers, rounded towards zero as processors do."""
+    """The quotient `a // b` of integers, rounded towards zero as processors do."""
     x, y, dtype = in_common_type(a, b, division=True)
     floor = np.floor_divide(x, y)
     if dtype.is_int_unsigned():
@@ -190,7 +190,7 @@ def quotient(a: Any, b: Any) -> Tensor:
 
 
 def remainder(a: Any, b: Any) -> Tensor:
-    """The remainder of `quotient`; it has the sign of the dividend."""
+    """The remainder `a % b` that belongs to `quotient`; it has the sign of `a`."""
     x, y, dtype = in_common_type(a, b, division=True)
     return Tensor(rounded(np.fmod(x, y), dtype), dtype)
 
@@ -202,7 +202,10 @@ def bitwise(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
 
 
 def _operators() -> None:
-    """Defines Python's operators for tensors, with their reflected forms. `Tensor.__add__` also takes pointers."""
+    """Gives `Tensor` Python's operators, and the reflected forms of those that do not compare.
+
+    `__add__` is defined in the class, because it also takes a pointer as its right operand.
+    """
 
     def defined(name: str, apply: Callable[[Any, Any], Tensor]) -> None:
         if name != "add":
@@ -225,12 +228,12 @@ _operators()
 
 
 def constant(value: Any) -> Any:
-    """The value of a `tl.constexpr`; other values as they are."""
+    """Unwraps a `tl.constexpr`; returns any other value unchanged."""
     return value.value if isinstance(value, tl.constexpr) else value
 
 
 def plain(value: Any) -> int:
-    """An integer known when the kernel is compiled; raises on a tensor."""
+    """Converts an integer that is known at compile time to `int`; raises on a tensor."""
     value = constant(value)
     if isinstance(value, Tensor):
         raise TypeError(f"an integer known at compile time is needed here, got the tensor {value}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions that kernels of several families share."""
+"""Triton code that both the portable kernels and the Hopper kernels use."""

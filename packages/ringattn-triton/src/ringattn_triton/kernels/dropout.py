@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Which probabilities of a tile dropout keeps: the bits of `ringattn_core.contract.dropout`.
+"""Which probabilities of a tile dropout keeps, by the same random bits as `ringattn_core.contract.dropout`.
 
-Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share a draw, the two words of one Philox call. One
-thread holds all four in the result of a product on tensor cores, whichever axis has the keys, so threads exchange
-nothing.
+The entries of query `i` and key `j`, `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)`, share a draw: the two
+words of one Philox call. One thread holds all four entries in the result of a product on tensor cores, whether rows are
+queries or keys, so threads exchange nothing.
 """
 
 import triton
@@ -21,10 +21,10 @@ def weights(
     queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`KEPT` for each entry of a tile that dropout keeps, else zero.
+    """The dropout factor of each entry of a tile: `KEPT` where dropout keeps the entry, else 0.
 
     Entries share draws if the indices of the tile's queries and keys are consecutive and begin at multiples of 16. In a
-    striped shard they are not, which is known only at run time, so both cases are compiled.
+    striped shard the indices are not consecutive. This is known only at run time, so both cases are compiled.
     """
     found = tl.zeros([KV_TILE, Q_TILE] if BY_KEYS else [Q_TILE, KV_TILE], tl.float32)
     if (queries.counter >= 0) & (keys.counter >= 0):
@@ -39,7 +39,7 @@ def _in_fours(
     queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`weights` where four entries share a draw."""
+    """`weights` for a tile in which every four entries share a draw."""
     ROWS: tl.constexpr = KV_TILE if BY_KEYS else Q_TILE
     COLUMNS: tl.constexpr = Q_TILE if BY_KEYS else KV_TILE
     in_rows = tl.arange(0, ROWS // 2)[:, None]
@@ -58,13 +58,13 @@ def _in_fours(
 
 @triton.jit
 def _one_by_one(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr):
-    """`weights` where each entry has a draw of its own."""
+    """`weights` for a tile in which each entry has a draw of its own."""
     return _weight(half_of(unsigned(queries.index), unsigned(keys.index), head.dropout_key, F), KEPT, F)
 
 
 @triton.jit
 def half_of(i, j, key, F: tl.constexpr):
-    """The 16 random bits of each entry `(i, j)`; `i` and `j` broadcast."""
+    """The 16 random bits of entry `(i, j)` under the Philox key `key`; `i` and `j` are uint32 indices and broadcast."""
     first, second = philox(_counter(i), _counter(j), key, F)
     word = tl.where((i & 8) == 0, first, second)
     return tl.where((j & 8) == 0, word & 0xFFFF, word >> 16)
@@ -82,7 +82,7 @@ def _counter(index):
 
 @triton.jit
 def philox(a, b, key, F: tl.constexpr):
-    """The two words of Philox 2x32-7 for the counter `(a, b)` under a key of uint32."""
+    """The two random words of Philox 2x32-7 for the counter `(a, b)` and the uint32 `key`."""
     a = a.to(tl.uint32)
     b = b.to(tl.uint32)
     for _ in tl.static_range(7):
@@ -95,10 +95,10 @@ def philox(a, b, key, F: tl.constexpr):
 
 @triton.jit
 def _product(x, FACTOR: tl.constexpr, F: tl.constexpr):
-    """The high and the low word of the product of two 32-bit words.
+    """The high and the low word of the 64-bit product of the uint32 `x` and `FACTOR`.
 
-    On NVIDIA GPUs it is one instruction. LLVM would multiply 64-bit numbers, because it does not know that their high
-    halves are 0.
+    On NVIDIA GPUs this is one inline instruction: LLVM would multiply two 64-bit numbers, because it does not know that
+    their high halves are 0.
     """
     if F.fast:
         return tl.inline_asm_elementwise(

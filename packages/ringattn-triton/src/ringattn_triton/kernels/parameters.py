@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arrays of a launch become parameters of a kernel: one pointer each, except `P`, the named tuple `Inputs`."""
+"""Assigns the pointers of a launch to a kernel's parameters: one pointer each, but a tuple `Inputs` of them to `P`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from .tokens import Inputs
 
 
 def by_parameter(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
-    """The `values`, in order, by parameter. `names` are the kernel's parameters; those of constants may follow."""
+    """Maps a kernel's parameters `names`, except the constants at their end, to `values`; `P` takes an `Inputs`."""
     rest = list(values)
     found = {}
     for name in names:
@@ -22,7 +22,7 @@ def by_parameter(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
 
 
 def paths(names: Sequence[str], pointers: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The path of each pointer in Triton's signature: the number of its parameter, and its index in a tuple."""
+    """The path of each pointer in Triton's signature: its parameter's number, and in `P` its field's number too."""
     found: list[tuple[int, ...]] = []
     for number, name in enumerate(names):
         if name in pointers:

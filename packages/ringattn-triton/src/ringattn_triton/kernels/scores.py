@@ -16,7 +16,11 @@ BIAS_FORBIDS: tl.constexpr = tl.constexpr(protocol.BIAS_FORBIDS)
 
 
 class Head(NamedTuple):
-    """One head of one batch row: pointers to its bias and mask words, its slope, its dropout key."""
+    """What a kernel needs of one query head of one batch row; a field is 0 where the call does not use its option.
+
+    `bias` and `mask_words` point to the head's bias and packed mask, `slope` is its ALiBi slope, and `dropout_key` its
+    Philox key.
+    """
 
     bias: Any
     slope: Any
@@ -26,7 +30,7 @@ class Head(NamedTuple):
 
 @triton.jit
 def of_head(P, batch, head, F: tl.constexpr):
-    """Loads the `Head` of a batch row and a query head."""
+    """Loads the `Head` of query head `head` in batch row `batch`."""
     bias = 0
     slope = 0.0
     mask_words = 0
@@ -49,7 +53,7 @@ def of_head(P, batch, head, F: tl.constexpr):
 
 @triton.jit
 def bent(product, F: tl.constexpr):
-    """`tanh(product * F.bend)` under a soft cap, else the product itself."""
+    """`tanh(product * F.bend)` if the call has a soft cap, else `product` itself."""
     if F.capped:
         return tanh(product * F.bend, F)
     else:
@@ -58,7 +62,7 @@ def bent(product, F: tl.constexpr):
 
 @triton.jit
 def biases(queries, keys, head, F: tl.constexpr):
-    """Loads the bias of a tile, or returns 0. Called before the products, so that it arrives while they run."""
+    """Loads the bias of a tile; 0 if there is none. Called before the products, so that the load overlaps with them."""
     if F.bias:
         if F.bias_key == 1:
             return tl.load(head.bias + (wide_rows(queries, F) * F.bias_query + keys.column))
@@ -71,7 +75,7 @@ def biases(queries, keys, head, F: tl.constexpr):
 
 @triton.jit
 def scored(bend, bias, queries, keys, head, F: tl.constexpr):
-    """The scores of a tile from `bent` and `biases`, without the factor `unbend` if `F.plain`; see `BlockConstants`."""
+    """The scores of a tile before masks, from `bent` and `biases`; they lack the factor `F.unbend` if `F.plain`."""
     s = bend
     if not F.plain:
         s = s * F.unbend
@@ -84,20 +88,20 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
 
 @triton.jit
 def biased(s, bias):
-    """`s + bias`, and -inf where the bias forbids."""
+    """`s + bias` in float32, but -inf where the bias is below `BIAS_FORBIDS`."""
     bias = bias.to(tl.float32)
     return s + tl.where(bias < BIAS_FORBIDS, -float("inf"), bias)
 
 
 @triton.jit
 def lost_by_distance(head, F: tl.constexpr, OVER_UNBEND: tl.constexpr):
-    """What a score loses for each unit of distance, by ALiBi; `OVER_UNBEND`: in scores without the factor `unbend`."""
+    """The ALiBi penalty per unit of distance; `OVER_UNBEND`: for scores that are not yet multiplied by `F.unbend`."""
     return head.slope / F.unbend if OVER_UNBEND else head.slope
 
 
 @triton.jit
 def with_per_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
-    """Adds what the queries of a tile contribute to the gradient of their head's slope, if it has one."""
+    """Adds to `sums` each query's part of the gradient of the ALiBi slope, `-ds * distance`, if there is a slope."""
     if F.per_head_gradient:
         sums -= tl.sum(ds * distance(queries, keys), 1)
     return sums
@@ -105,20 +109,20 @@ def with_per_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
 
 @triton.jit
 def distance(queries, keys):
-    """`|i - j|` for the positions of each query and key."""
+    """`|i - j|` in float32 for each pair of a tile, where `i` and `j` are the positions of the query and the key."""
     return tl.abs(queries.position - keys.position).to(tl.float32)
 
 
 @triton.jit
 def tanh(x, F: tl.constexpr):
-    """The hyperbolic tangent: to the last bits of float32, or to 2^-11 where `F.fast` lets the device approximate."""
+    """The hyperbolic tangent, exact to the last bits of float32, or by a device instruction to 2^-11 if `F.fast`."""
     if F.fast:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         size = tl.abs(x)
         decay = tl.exp2(size * (-2.0 * LOG2_E))
         far = (1.0 - decay) / (1.0 + decay)
-        # Near zero the difference above loses digits; the series is exact to float32 there.
+        # Near zero the difference in `far` loses digits; the Taylor series is exact to float32 there.
         square = x * x
         series = -17.0 / 315.0 + square * (62.0 / 2835.0)
         series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * series))
@@ -127,13 +131,20 @@ def tanh(x, F: tl.constexpr):
 
 @triton.jit
 def continued_rows(lse):
-    """The row maxima, in units of log2, and the sums of weights from which the online softmax continues a result."""
+    """The row maxima and row sums with which the online softmax continues from a partial result with log-sum-exp `lse`.
+
+    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, or 0 for a row that has seen nothing.
+    """
     return lse * LOG2_E, tl.where(lse == -float("inf"), 0.0, 1.0)
 
 
 @triton.jit
 def final_rows(top, total, F: tl.constexpr):
-    """`Partial.lse`, and the factor that makes a row's output of its sum: 0 for a row that sees nothing."""
+    """A row's `lse` (natural logarithm) and the factor from its sum of weighted values to its output.
+
+    `top` is the row maximum (units of log2), `total` the sum of weights. A row that sees nothing gets -inf and factor
+    0.
+    """
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
     factor = tl.where(nothing, 0.0, F.keep_weight / divisor)
@@ -143,7 +154,7 @@ def final_rows(top, total, F: tl.constexpr):
 
 @triton.jit
 def backward_rows(LSE, DELTA, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads `lse` (in units of log2) and `delta` of some queries. Past the end lse is +inf, so that p is 0."""
+    """Loads `lse` (in units of log2) and `delta` of some queries. Past the last query lse is +inf, so that p is 0."""
     if RAGGED:
         lse = tl.load(LSE + at, mask=rows < F.q_length, other=float("inf"))
         delta = tl.load(DELTA + at, mask=rows < F.q_length, other=0.0)
@@ -158,9 +169,10 @@ def derivatives(
     bend, dp, lse, delta, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
     KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities after dropout, the gradient of the scores, and that of the products, without the scale.
+    """Three results for a tile: probabilities after dropout, the gradient of the scores, and the gradient of `q k`.
 
-    `bias` is from `biases` and `keep` from `dropout.weights`; they are not read if the call does not use the option.
+    The last lacks the softmax scale (`narrowed`). `dp` is `dout v`, and `lse` is in units of log2. `bias` is from
+    `biases` and `keep` from `dropout.weights`; neither is read if the call does not use the option.
     """
     s = scored(bend, bias, queries, keys, head, F)
     if MASKED:
@@ -179,9 +191,9 @@ def derivatives(
 
 @triton.jit
 def narrowed(dproduct, like, F: tl.constexpr):
-    """Converts `dproduct`, the gradient of the products, to the dtype of `like`.
+    """Converts `dproduct`, the gradient of `q k` without the softmax scale, to the dtype of `like`.
 
-    For float16 the result has the scale: without it, a gradient may exceed 65504, the largest number of float16.
+    For float16 the result is multiplied by the scale: without it, a gradient may exceed 65504, the largest float16.
     """
     if like.dtype == tl.float16:
         dproduct = dproduct * F.scale
@@ -190,7 +202,7 @@ def narrowed(dproduct, like, F: tl.constexpr):
 
 @triton.jit
 def scaled(total, like, F: tl.constexpr):
-    """Applies the scale to a sum over `narrowed` gradients, unless `narrowed` has applied it."""
+    """Multiplies `total`, a sum over `narrowed` gradients, by the softmax scale, unless `narrowed` did so (float16)."""
     if like.dtype != tl.float16:
         total = total * F.scale
     return total

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false
-"""The loop of a program over the tiles that it visits, and how it loads a tile of vectors.
+"""The loop of a program over the tiles that it visits, and how a program loads a tile of vectors.
 
-`T` is `visited_tiles.TableShape`.
+In every function `T` is a `ringattn_triton.visited_tiles.TableShape`.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +12,12 @@ import triton.language as tl
 
 
 class Visit(NamedTuple):
-    """The tiles of one program: `masked` steps that need a mask, and steps `[full_from, full_to)` that need none.
+    """The tiles that a program visits: `masked` tiles that need a mask, and `full_to - full_from` that need none.
 
-    In a range, the tiles that need a mask are `before` tiles from tile `lo` on, and the tiles from tile `after` on.
-    Otherwise `listed` points to their numbers; the first `before` of them come before the tiles that need no mask. If
-    these form no run, they follow in the same list, and `before` is `masked`.
+    Without a list (`T.listed` false), the tiles that need a mask are `before` tiles from number `lo` on, then the tiles
+    from number `after` on. With a list, `listed` points to their numbers, and the first `before` of them precede the
+    tiles that need no mask. If the tiles that need no mask form a run (`T.run`), they have the numbers `full_from` to
+    `full_to - 1`. Otherwise they are entries `full_from` to `full_to - 1` of the same list, and `before` is `masked`.
     """
 
     masked: Any
@@ -30,10 +31,11 @@ class Visit(NamedTuple):
 
 @triton.jit
 def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
-    """The tile, batch row and head that program number `turn` works on.
+    """The tile, batch row and head of turn number `turn`; a turn is the work on one tile of one head.
 
-    Consecutive programs work on the same tile of `together` heads, then on the next tile of these heads. The heads are
-    few enough for their vectors to stay in the cache, and enough to fill the device until the last long tile ends.
+    Consecutive turns work on the same tile of `T.together` heads, then on the next tile of these heads. `T.together` is
+    small enough for the heads' vectors to stay in the cache, and large enough to fill the device until the last long
+    tile ends.
     """
     rest = turn % (T.rows * T.together)
     number = turn // (T.rows * T.together) * T.together + rest % T.together
@@ -42,7 +44,7 @@ def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
-    """The tiles that the program of this batch row and tile visits."""
+    """Loads from a table the `Visit` of the program that owns tile number `row` of batch row `batch`."""
     at = row
     if T.grouped:
         at = batch * T.rows + row
@@ -64,9 +66,9 @@ def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, T: tl.constexpr):
-    """The number of the tile at a step of `[0, masked)`; past the last step, an arbitrary number.
+    """The number of the tile with a mask that a program visits at `0 <= step < masked`; arbitrary past the last step.
 
-    Kernels load the number of a listed tile one step ahead, so that fetching the tile does not wait for it.
+    Kernels load the number of a listed tile one step ahead, so that fetching the tile does not wait for the number.
     """
     if T.listed:
         return tl.load(visited.listed + tl.minimum(step, T.columns - 1))
@@ -76,7 +78,7 @@ def masked_tile(visited, step, T: tl.constexpr):
 
 @triton.jit
 def full_tile(visited, step, T: tl.constexpr):
-    """The number of the tile at a step of `[full_from, full_to)`; past the last step, an arbitrary number."""
+    """The number of the tile without a mask visited at `full_from <= step < full_to`; arbitrary past the last step."""
     if T.run:
         return step
     else:
@@ -85,9 +87,10 @@ def full_tile(visited, step, T: tl.constexpr):
 
 @triton.jit
 def over_visited(ADDED: tl.constexpr, sums, given, visited, F: tl.constexpr, T: tl.constexpr):
-    """Calls `ADDED` for every visited tile, and returns the last `sums`. Tiles that need no mask come first.
+    """Calls `ADDED` for each tile of `visited`, tiles that need no mask first, and returns the final sums.
 
-    `ADDED(sums, given, tile, F, MASKED)` adds what one tile contributes to the sums, and returns them.
+    `ADDED(sums, given, tile, F, MASKED)` returns `sums` plus what tile number `tile` contributes. `given` is passed to
+    every call. `MASKED`: the tile needs a mask.
     """
     ahead = full_tile(visited, visited.full_from, T)
     for step in tl.range(visited.full_from, visited.full_to):
@@ -104,7 +107,7 @@ def over_visited(ADDED: tl.constexpr, sums, given, visited, F: tl.constexpr, T: 
 
 @triton.jit
 def offset_of(index, stride: tl.constexpr, WIDE: tl.constexpr):
-    """`index * stride`, in int64 if `WIDE`."""
+    """`index * stride`, computed in int64 if `WIDE`."""
     if WIDE:
         return index.to(tl.int64) * stride
     else:
@@ -113,10 +116,11 @@ def offset_of(index, stride: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def in_registers(x, DIM: tl.constexpr):
-    """The tile `x` in registers, so that a product on Hopper can read its left operand from there.
+    """Moves the tile `x` to registers, so that products on Hopper can read it there as their left operand.
 
-    Triton leaves the result of a product in registers, and a product with the identity matrix is exact. From shared
-    memory, products of narrow tiles would read as much of the left operand as of the right one, which is too slow.
+    Triton leaves the result of a product in registers, so this multiplies `x` by the identity matrix, which is exact.
+    From shared memory, products of narrow tiles would read as much of the left operand as of the right one, which is
+    too slow.
     """
     one = (tl.arange(0, DIM)[:, None] == tl.arange(0, DIM)[None, :]).to(x.dtype)
     return tl.dot(x, one).to(x.dtype)
@@ -124,7 +128,7 @@ def in_registers(x, DIM: tl.constexpr):
 
 @triton.jit
 def vectors(pointers, tokens, dims, F_LENGTH, SIZE, TOKENS: tl.constexpr, DIMS: tl.constexpr):
-    """Loads a tile of vectors, with zeros past the last token if `TOKENS` and past the last dimension if `DIMS`."""
+    """Loads a tile of vectors; zeros from token `F_LENGTH` on if `TOKENS`, and from dimension `SIZE` on if `DIMS`."""
     if TOKENS and DIMS:
         return tl.load(pointers, mask=(tokens < F_LENGTH) & (dims < SIZE), other=0.0)
     elif TOKENS:

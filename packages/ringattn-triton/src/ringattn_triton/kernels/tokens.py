@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""The queries and keys of a tile, what a kernel loads of them, and which queries see which keys.
+"""Loads positions, indices and ids of a tile's queries and keys, and decides which queries see which keys.
 
-Queries lie along the first axis of a tile, or along the second if BY_KEYS. Every loaded vector has the shape of a
-column or a row, so that the other functions serve both cases. `P` is `Inputs`, and `F` is
-`kernel_inputs.BlockConstants`.
+Queries lie along the first axis of a tile of scores, or along the second if BY_KEYS. Vectors over queries or keys are
+loaded as columns or rows that broadcast to the tile, so `visible` serves both cases. In every function `P` is an
+`Inputs`, and `F` is a `kernel_inputs.BlockConstants`.
 """
 
 from collections import namedtuple
@@ -16,15 +16,16 @@ import triton.language as tl
 from ..kernel_inputs import INPUTS
 
 Inputs = namedtuple("Inputs", [name for name in INPUTS if name not in ("q", "k", "v")])
-"""The pointers to the arrays in `kernel_inputs.INPUTS`, except q, k and v."""
+"""A named tuple of pointers to a block's arrays: a field for each name in `kernel_inputs.INPUTS` except q, k and v."""
 
 
 class Queries(NamedTuple):
-    """The queries of a tile.
+    """What a kernel loads for the queries of a tile; a field is 0 where the call's options do not need it.
 
-    `row` is the index in the block, at most that of the last query. `low` and `high` are the first and last position
-    that a query sees by causality, window and chunk. `counter` is the dropout counter of the first query, or -1 if
-    entries do not share draws (`dropout`).
+    `row` is a query's index in the block; past the last query it repeats the last index. `low` and `high` are the first
+    and the last position that a query sees by causality, window and chunk. `index` is the query's index in the whole
+    sequence, and `segment` its segment id. `counter`, one number for the tile, is the dropout counter of its first
+    query, or -1 if the entries of the tile do not share random draws (`dropout`).
     """
 
     row: Any
@@ -37,7 +38,11 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a tile that begins at column `start` of the block; `counter` as for queries."""
+    """What a kernel loads for the keys of a tile; a field is 0 where the call's options do not need it.
+
+    `start` is the index in the block of the tile's first key. `column` is a key's index in the block; past the last
+    key, where `inside` is false, it repeats the last index. The other fields mean the same as in `Queries`.
+    """
 
     start: Any
     column: Any
@@ -50,7 +55,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def as_queries(x, BY_KEYS: tl.constexpr):
-    """A vector with a value for each query, as a column of the tile, or as a row if BY_KEYS."""
+    """Reshapes a vector `x` of one value per query to `[queries, 1]`, or to `[1, queries]` if BY_KEYS."""
     if BY_KEYS:
         return x[None, :]
     else:
@@ -59,7 +64,7 @@ def as_queries(x, BY_KEYS: tl.constexpr):
 
 @triton.jit
 def as_keys(x, BY_KEYS: tl.constexpr):
-    """A vector with a value for each key, as a row of the tile, or as a column if BY_KEYS."""
+    """Reshapes a vector `x` of one value per key to `[1, keys]`, or to `[keys, 1]` if BY_KEYS."""
     if BY_KEYS:
         return x[:, None]
     else:
@@ -73,7 +78,7 @@ def unsigned(x):
 
 @triton.jit
 def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads the `Queries` of `TILE` rows of a batch row, from row `start` of the block on."""
+    """Loads the `Queries` of a tile: `TILE` queries of batch row `batch`, from query number `start` of the block on."""
     counter = 0
     if F.dropout:
         counter = first_counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
@@ -82,7 +87,7 @@ def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl
 
 @triton.jit
 def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads the `Queries` of the rows `raw` of a batch row; `RAGGED`: they may lie past the end."""
+    """Loads the `Queries` with numbers `raw` in batch row `batch`. `RAGGED`: some may lie past the last query."""
     position = 0
     index = 0
     segment = 0
@@ -100,7 +105,7 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
     if F.dropout:
         index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)
     if F.segments:
-        # Negative ids are padding, which must equal nothing: queries get -1, and keys -2.
+        # Negative segment ids mark padding, which must match no id: queries get -1, and keys -2.
         found = tl.load(P.q_segments + (batch * F.q_length + row))
         segment = as_queries(tl.where(found < 0, -1, found), BY_KEYS)
     return Queries(as_queries(row, BY_KEYS), position, low, high, index, counter, segment)
@@ -108,7 +113,10 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
 
 @triton.jit
 def range_of(position, F: tl.constexpr):
-    """The first and the last position that a query sees. Sums are limited so that they fit int32 for every window."""
+    """The first and the last position that a query sees; the first is valid only if `F.below`, the last if `F.above`.
+
+    Sums are clamped, so that they fit int32 for every window.
+    """
     first = position
     last = position
     if F.right is not None:
@@ -126,7 +134,7 @@ def range_of(position, F: tl.constexpr):
 
 @triton.jit
 def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads the `Keys` of `TILE` columns of a batch row, from column `start` of the block on."""
+    """Loads the `Keys` of a tile: `TILE` keys of batch row `batch`, from key number `start` of the block on."""
     counter = 0
     if F.dropout:
         counter = first_counter(P.kv_counters, batch, start, F.kv_index_batch, F.kv_length, TILE)
@@ -135,7 +143,7 @@ def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.co
 
 @triton.jit
 def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads the `Keys` at some `columns` of the tile that begins at column `start` of the block."""
+    """Loads the `Keys` with numbers `start + columns` in batch row `batch`; their tile of `TILE` begins at `start`."""
     position = 0
     index = 0
     segment = 0
@@ -156,7 +164,10 @@ def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.cons
 
 @triton.jit
 def first_counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
-    """Loads the dropout counter of a tile's first token."""
+    """Loads the dropout counter of the first token of a tile, token `start`; it is -1 if entries cannot share draws.
+
+    `COUNTERS [b, tiles]` has one row for each batch row, or one for all of them if `BATCH` is 0.
+    """
     at = start // TILE
     if BATCH != 0:
         at += batch * tl.cdiv(LENGTH, TILE)
@@ -165,10 +176,11 @@ def first_counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.conste
 
 @triton.jit
 def visible(queries, keys, head, F: tl.constexpr, RAGGED: tl.constexpr, SPREAD: tl.constexpr):
-    """Which queries of a tile see which keys, broadcastable to the tile.
+    """Whether each query of a tile sees each key, as booleans that broadcast to the tile.
 
-    `RAGGED`: the tile may reach past the last key; kernels need no mask for rows past the last query. `SPREAD`: load
-    each mask word once and spread its bits in registers, in whatever layout the compiler chooses.
+    `RAGGED`: the tile may reach past the last key; these keys are hidden. Queries past the last one are not masked
+    here. `SPREAD`: load each packed mask word once and spread its bits in registers, in a layout that the compiler
+    chooses.
     """
     seen = keys.column == keys.column
     if RAGGED:
@@ -191,7 +203,7 @@ def visible(queries, keys, head, F: tl.constexpr, RAGGED: tl.constexpr, SPREAD: 
 
 @triton.jit
 def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
-    """Loads a packed mask for a tile, as booleans."""
+    """Loads a packed mask (`mask_bits`) for a tile and unpacks it to booleans; `SPREAD` as in `visible`."""
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel
@@ -212,7 +224,7 @@ def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def wide_rows(queries, F: tl.constexpr):
-    """The rows of the queries, in int64 if an array of queries times keys has offsets beyond int32."""
+    """The indices of a tile's queries in the block; int64 if offsets into an array `[queries, keys]` exceed int32."""
     if F.wide_scores:
         return queries.row.to(tl.int64)
     else:

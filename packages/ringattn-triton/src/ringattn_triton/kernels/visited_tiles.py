@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
-"""The kernel that turns a bitmap of tiles into a table of the tiles that each row visits.
+"""The kernel that turns a bitmap of visible tiles into a table of the tiles that each row of the bitmap visits.
 
-It also writes the ranks and zeroes the counters, because one launch is faster than three.
+It also writes the table's ranks and zeroes its counters, because one launch is faster than three.
 """
 
 import triton
@@ -16,11 +16,11 @@ def table(
     RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr, LINE_PROGRAMS: tl.constexpr,
     RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr, COUNT: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Writes `BOUNDS`, `TILES` and `RANKS` of `visited_tiles.Table`, and `COUNT` zeros into `COUNTERS`.
+    """Writes the arrays of a `Table` (`ringattn_triton.visited_tiles`); `COUNTERS` gets `COUNT` zeros.
 
-    `SEEN [g, rows, columns]` is 0 for an invisible tile, 1 for one that needs a mask and 2 for one that needs none. The
-    first `LINE_PROGRAMS` programs write `TOGETHER` rows of the table each, the others `RANK_COLUMNS` columns of ranks.
-    All write zeros, `ZEROS` at a time.
+    The bitmap `SEEN [g, rows, columns]` is 0 for an invisible tile, 1 for a tile that needs a mask, and 2 for a tile
+    that needs none. Each of the first `LINE_PROGRAMS` programs writes `BOUNDS` and `TILES` for `TOGETHER` rows. Each
+    other program writes `RANKS` for `RANK_COLUMNS` columns. All programs write zeros, `ZEROS` at a time.
     """
     program = tl.program_id(0)
     for start in range(program * ZEROS, COUNT, tl.num_programs(0) * ZEROS):
@@ -37,7 +37,7 @@ def _ranks(
     program, SEEN, RANKS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`RANKS` of `RANK_COLUMNS` columns of one group: how many earlier rows see each column."""
+    """Writes `RANKS` for `RANK_COLUMNS` columns of a group: for each entry, how many earlier rows see the column."""
     each: tl.constexpr = (COLUMNS + RANK_COLUMNS - 1) // RANK_COLUMNS
     column = program % each * RANK_COLUMNS + tl.arange(0, RANK_COLUMNS)
     first = (program // each).to(tl.int64) * ROWS
@@ -57,10 +57,10 @@ def _lines(
     LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
     RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Bounds and lists of the next `TOGETHER` of the `LINES` rows of all groups.
+    """Writes `BOUNDS` and `TILES` for the `TOGETHER` rows of this program; all groups together have `LINES` rows.
 
-    From column `WHOLE` on, every visible tile needs a mask. Of several longest runs of tiles without a mask, the last
-    is taken.
+    From column `WHOLE` on, every visible tile needs a mask. If the tiles of a row that need no mask form several
+    longest runs, the last of these runs becomes the row's range.
     """
     line = program * TOGETHER + tl.arange(0, TOGETHER)
     inside = (line < LINES)[:, None]
@@ -130,7 +130,7 @@ def _lines(
 
 @triton.jit
 def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
-    """The columns of a chunk, and whether each row sees their tiles, and sees them without a mask."""
+    """For `CHUNK` columns from `start` on: their numbers; whether each row sees the tile; whether it needs no mask."""
     number = start + tl.arange(0, CHUNK)[None, :]
     seen = tl.load(rows + number, mask=inside & (number < COLUMNS), other=0)
     return number, seen > 0, (seen > 1) & (number < WHOLE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton and Gluon kernels, and launches them by jaxlib's `triton_kernel_call`. Only AMD needs a file."""
+"""Compiles Triton and Gluon kernels, and launches them by jaxlib's `triton_kernel_call`."""
 
 import functools
 import math
@@ -24,9 +24,10 @@ _ALIGNED: Final = 16
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel: PTX, or a code object for AMD GPUs, and what its launch needs.
+    """A compiled kernel, and what its launch needs.
 
-    `shared` and `scratch` are the bytes of shared and of global memory that each program needs.
+    `code` is PTX for NVIDIA GPUs, and a code object for AMD GPUs. `shared` and `scratch` are how many bytes of shared
+    and of global memory each program needs.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Compiled(NamedTuple):
 
 
 def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capability: int | None) -> list[jax.Array]:
-    """The outputs of the kernel, compiled for this compute capability, or for that of the device."""
+    """Launches a compiled kernel and returns its outputs; `capability` `None` stands for that of the local device."""
     from jaxlib import gpu_triton
 
     if platform == "cuda":
@@ -56,8 +57,9 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     outputs = list(call.outputs)
     parameters = [gpu_triton.create_array_parameter(0, _ALIGNED) for _ in (*arrays, *outputs)]
     if made.scratch:
-        # A compiled kernel takes a pointer to its scratch memory after its own parameters. Not every jaxlib passes one,
-        # so the memory is an additional output here. The pointer that a newer jaxlib passes follows it and is not read.
+        # A compiled kernel takes a pointer to its scratch memory after its own parameters. Not every jaxlib passes this
+        # pointer, so the memory is an additional output here. The pointer that a newer jaxlib passes comes later, and
+        # is not read.
         outputs.append(jax.ShapeDtypeStruct((made.scratch * math.prod(call.grid),), jnp.uint8))
         parameters.append(gpu_triton.create_array_parameter(0, 128))
     kernel = gpu_triton.TritonKernel(made.name, made.warps, 1, made.shared, code, "", capability)
@@ -75,9 +77,9 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
 
 @functools.cache
 def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget) -> Compiled:
-    """Compiles the kernel of a launch for operands and outputs of these dtypes, by Triton's compiler stages.
+    """Compiles the kernel of a launch by Triton's compiler stages; `dtypes` are those of operands, then of outputs.
 
-    On NVIDIA GPUs the last stage gives PTX, which XLA assembles for the driver that it finds.
+    On NVIDIA GPUs the last stage gives PTX, which XLA assembles for the driver that XLA finds.
     """
     names, fixed = call.kernel.arg_names, dict(call.constants)
     pointers = by_parameter([name for name in names if name not in fixed], (f"*{_KIND[x]}" for x in dtypes))

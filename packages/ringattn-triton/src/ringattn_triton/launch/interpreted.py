@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs kernels in the interpreter, by a callback from a JAX program on a CPU that gets the buffers themselves.
+"""Runs kernels in the interpreter, by a callback from a JAX program on a CPU that reads and writes XLA's own buffers.
 
 JAX's other callbacks wait for a thread that copies their arguments. Devices that wait for each other in a collective
 may occupy that thread, and then a ring deadlocks.
@@ -21,10 +21,11 @@ _logger: Final = logging.getLogger("ringattn")
 
 
 def launch(arrays: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
-    """The outputs of the interpreted kernel. An error in it is raised on a single device, and logged in a ring.
+    """Interprets a kernel on `arrays` and returns its outputs.
 
-    A device that raised would never reach the next collective, and the others would end the process after waiting for a
-    minute. So in a ring the outputs of that device become NaN, or the largest integer.
+    If the program runs on one device, an error in the kernel is raised; on several devices it is only logged. A device
+    that raised would never reach the next collective, and the other devices would end the process after waiting for a
+    minute. Instead, the outputs of the failed device become NaN, or the largest integer.
     """
 
     def fill(_: Any, outputs: Sequence[Any], *operands: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one launch of a kernel when a program is traced."""
+"""Describes one launch of a kernel by what is known when the JAX program is traced: all but the arrays themselves."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,11 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """The static parameters of the launch primitive."""
+    """The static parameters of the launch primitive.
+
+    `aliases` are pairs `(operand, output)` of numbers of arrays that share memory. `constants` are the names and values
+    of the kernel's compile-time constants.
+    """
 
     kernel: Any
     outputs: tuple[jax.ShapeDtypeStruct, ...]
@@ -20,6 +24,6 @@ class KernelCall:
     name: str
     constants: tuple[tuple[str, Any], ...]
     registers: int | None
-    """The registers with which each thread of a Gluon kernel begins; `None` leaves them to the compiler."""
+    """How many registers each thread of a Gluon kernel has at its start; `None`: the compiler decides."""
     among: int
-    """The number of devices that run the program together, and may wait for each other."""
+    """The number of devices that run the program together, and may wait for each other in collectives."""

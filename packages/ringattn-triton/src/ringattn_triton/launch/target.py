@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For which device kernels are compiled: the GPU of this machine, one that the caller names, or the interpreter."""
+"""For which device kernels are compiled: the GPU of this machine, a GPU that the caller names, or the interpreter."""
 
 import contextlib
 import contextvars
@@ -21,7 +21,7 @@ _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("ringat
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What kernels are compiled for. `capability` is 90 on Hopper, and 0 on AMD GPUs and in the interpreter."""
+    """The device for which kernels are compiled; `capability` is 90 for Hopper, 0 for AMD GPUs and the interpreter."""
 
     kind: Literal["cuda", "rocm", "interpreter"]
     capability: int = 0
@@ -35,7 +35,7 @@ class Target:
 
 
 def target() -> Target:
-    """The target of the program that is being traced."""
+    """The `Target` of the JAX program that is being traced."""
     if interpreting():
         return Target("interpreter")
     asked = capability()
@@ -48,20 +48,20 @@ def target() -> Target:
 
 
 def interpreting() -> bool:
-    """Whether the kernels of the program that is being traced will run in the interpreter, on a CPU."""
+    """Whether kernels of the JAX program that is being traced will run in the interpreter, on a CPU."""
     return INTERPRETER.allowed and capability() is None and jax.default_backend() == "cpu"
 
 
 def capability() -> int | None:
-    """The compute capability that `compiling_for` names, or `None` outside it."""
+    """The compute capability that an enclosing `compiling_for` names, or `None` outside of it."""
     return _capability.get()
 
 
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Compiles the programs that are lowered for `"cuda"` in this context for this compute capability (90: Hopper).
+    """A context in which programs that are lowered for `"cuda"` are compiled for this compute capability (90: Hopper).
 
-    It works on a machine without a GPU too.
+    The machine needs no GPU.
     """
     token = _capability.set(capability)
     try:

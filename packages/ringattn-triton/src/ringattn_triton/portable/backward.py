@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass for any GPU: a kernel that owns queries, one that owns keys, and the sums of the bias gradient.
+"""Backward pass for any GPU: a kernel that owns queries, one that owns keys, and the sums of the bias gradient.
 
-Both kernels compute the scores. In return, results are the same bits at every run, because no program adds to what
-another one writes.
+Each of the two kernels computes the scores. In return, results are the same bits at every run, because no program adds
+to what another one writes.
 """
 
 import jax
@@ -18,7 +18,7 @@ from . import bias_gradient, schedules
 from .backward_kernels import backward_keys, backward_queries
 
 Rows = list[jax.Array]
-"""`dout`; `lse` in units of log2, and 0 for a row that sees nothing; `delta`."""
+"""The three arrays `dout`, `lse` and `delta`. Here `lse` is in units of log2, and 0 for a row that sees nothing."""
 
 
 def backward(
@@ -29,7 +29,7 @@ def backward(
     dq: Float32[Array, "B T N H"] | None,
     target: Target,
 ) -> Gradients:
-    """The gradients of the block; `dq` continues the one given."""
+    """The gradients of `block`. The dq that it returns includes `dq`, the sum over the blocks before (`None`: zero)."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
@@ -39,7 +39,7 @@ def backward(
 
 
 def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
-    """dk and dv, by the kernel that owns keys."""
+    """Computes dk and dv by the kernel whose programs own key tiles."""
     schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
@@ -57,7 +57,10 @@ def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> 
 def _of_queries(
     block: Block, inputs: KernelInputs, rows: Rows, before: jax.Array | None, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dq, what each row adds to the gradient of its per-head parameter, and dbias, by the kernel that owns queries."""
+    """Computes dq, each query's part of the gradient of its head's ALiBi slope, and the gradient of the bias.
+
+    The kernel is the one whose programs own query tiles. The third result is `None` if the bias has no gradient.
+    """
     schedule = schedules.backward_queries(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     tiles = schedule.q_tile, schedule.kv_tile
     table = visited_tiles.table(inputs, block, *tiles)
@@ -104,5 +107,5 @@ def _of_queries(
 
 
 def _dtype(block: Block, x: jax.Array) -> jnp.dtype:
-    """The dtype of the gradient of `x`."""
+    """The dtype of the gradient of `x`: that of `x` if the block is `final`, else float32."""
     return x.dtype if block.final else jnp.dtype(jnp.float32)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""The two backward kernels for any GPU: one program owns a tile of keys (dk, dv) or a tile of queries (dq).
+"""The two backward kernels for any GPU: `backward_keys` computes dk and dv, `backward_queries` computes dq.
 
-No program adds to what another writes. In the first kernel the rows of the scores are keys, so that scores are the left
-operand of the products for dk and dv without a transpose.
+A program of the first owns a tile of keys, a program of the second a tile of queries. No two programs write to the same
+element. In `backward_keys` the rows of the scores are keys, so that scores are the left operand of the products for dk
+and dv without a transpose.
 """
 
 import triton
@@ -22,7 +23,10 @@ def backward_keys(
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of keys of each key head; the first tiles, which most queries see, start first."""
+    """Writes dk and dv: one program for each key tile of each key head.
+
+    Programs of the first tiles, which most queries see under a causal mask, start first.
+    """
     own, batch, kv_head = owned(tl.program_id(0), T, F.kv_heads)
     visited = visit(BOUNDS, TILES, batch, own, T)
     keys = of_keys(P, batch, own * KV_TILE, F, KV_TILE, True)
@@ -74,7 +78,7 @@ def backward_keys(
 
 @triton.jit
 def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
-    """Adds what a tile of queries contributes to dk and dv. Rows past the end have lse +inf and add 0."""
+    """Adds what query tile number `tile` contributes to dk and dv (`sums`). Queries past the end add 0: lse is +inf."""
     dk, dv = sums
     k, v, q_pointers, dout_pointers, LSE, DELTA, keys, head, P, batch = given
     Q_TILE: tl.constexpr = q_pointers.shape[0]
@@ -113,11 +117,12 @@ def backward_queries(
     F: tl.constexpr, T: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, IN_STRIPS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of queries of each head.
+    """Writes dq: one program for each query tile of each head.
 
-    `DHEADS [B, N, T]` is what each row adds to the gradient of its per-head parameter, if any. `FRESH`: there
-    is no `DQ_BEFORE` to continue. `IN_STRIPS`: the launch computes one strip (`S` is `bias_gradient.Strips`), whose
-    first tile is in `FIRST`, and writes the gradients of its scores to `DS`; otherwise `S` is `T`.
+    `DHEADS [B, N, T]` is what each query adds to the gradient of its head's ALiBi slope, if there are slopes. `FRESH`:
+    there is no `DQ_BEFORE` to continue. `IN_STRIPS`: the launch computes one strip of query tiles and writes the
+    gradients of its scores to `DS`; `FIRST` holds the number of the strip's first tile, and `S` is its
+    `bias_gradient.Strips`. Without strips, `S` is `T`.
     """
     first_own = 0
     if IN_STRIPS:
@@ -177,7 +182,7 @@ def backward_queries(
 
 @triton.jit
 def _added_to_queries(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
-    """Adds what a tile of keys contributes to dq and to the gradient of the per-head parameter."""
+    """Adds what key tile number `tile` contributes to dq, and to each query's part of the slope's gradient."""
     dq, dhead = sums
     IN_STRIPS: tl.constexpr = given[0]
     _, q, dout, lse, delta, k_pointers, v_pointers, ds_at, queries, head, P, batch = given

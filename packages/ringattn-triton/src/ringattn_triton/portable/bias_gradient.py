@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the gradient of the bias from the gradients of the scores, `ds`, one strip at a time.
+"""Computes the gradient of the bias from `ds`, the gradient of the scores, one strip of `ds` at a time.
 
-A strip is a range of tiles of queries (of keys in `hopper.backward`) for all heads: its own tiles. The kernel that
-computes `ds` stores that of a strip, in the dtype of the inputs, and another kernel sums it. Computing `ds` again for
-each tile of the bias would take longer: it would read all queries, keys and values again.
+A strip is a range of query tiles (in `hopper.backward`, of key tiles) for all heads. These tiles are called its own
+tiles. The backward kernel stores `ds` of one strip, in the dtype of the inputs, and the kernel `bias_sums` adds it up.
+Computing `ds` again for each tile of the bias would take longer: it would read all queries, keys and values again.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from ..visited_tiles import PROGRAMS, together
 from .bias_sums_kernel import bias_sums
 
 PROGRAMS_PER_STRIP: Final = 264
-"""How many programs a strip should have at most: two for each multiprocessor of the largest Hopper."""
+"""How many programs a strip should have at most: two for each multiprocessor of the largest Hopper GPU."""
 MOST_STRIPS: Final = 16
-"""The most strips: more launches would cost more time than the memory that they save is worth."""
+"""The most strips of a block: more launches would cost more time than the memory that they save is worth."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """The size of a strip: `rows` own tiles of all `heads`, each with `columns` tiles of the other side.
+    """The size of a strip: `rows` own tiles of each of `heads` query heads, by all `columns` tiles of the other side.
 
     In the kernel that computes `ds`, `together` heads run side by side; `bias_sums` reads the other fields only.
     """
@@ -39,14 +39,18 @@ class Strips:
 
 
 def strips(block: Block, rows: int, columns: int) -> Strips:
-    """The size of the strips of a block with `rows` by `columns` tiles."""
+    """The size of the strips for a block of `rows` query tiles by `columns` key tiles."""
     batch, _, heads, _ = block.q.shape
     rows = min(max(PROGRAMS_PER_STRIP // (batch * heads), -(-rows // MOST_STRIPS), 1), rows)
     return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
 
 
 def first_tile(number: int, token: jax.Array | None) -> Int32[Array, " 1"]:
-    """The number of a strip's first tile as an array. It is tied to `token`: only one strip at a time is in memory."""
+    """The number of a strip's first tile, as an array that depends on `token`.
+
+    `token` is an array that the previous strip computes, or `None` in the first strip. So a strip starts only when the
+    previous strip is summed, and only one strip at a time is in memory.
+    """
     tile = jnp.full((1,), number, jnp.int32)
     return tile if token is None else ordering.tie(tile, token)
 
@@ -61,9 +65,12 @@ def summed(
     tiles: tuple[int, int],
     by_keys: bool = False,
 ) -> jax.Array:
-    """The gradient of the bias, from `before`, that of the earlier strips, and this strip's `ds`.
+    """The gradient of the bias over all strips so far: this strip's `ds`, and `before` over the earlier strips.
 
-    `by_keys`: strips are tiles of keys, the rows of `seen` and of the tiles of `ds`; the bias has a row for each query.
+    `before` is `None` in the first strip. `ds` and `first` are the gradients of scores and the number of the first tile
+    of this strip, `seen` says which tiles of the block are visible, and `tiles` is how many queries and keys a tile
+    has. `by_keys`: strips are ranges of key tiles. Then the rows of `seen` and of each tile of `ds` are keys, and the
+    bias must have a row for each query.
     """
     assert block.bias is not None
     batch, heads, length, _ = block.bias.shape

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportOperatorIssue=false
-"""Sums the gradient of a tile of the bias over all heads, batch rows and queries that share it.
+"""Sums the gradient of a tile of the bias over all heads, batch rows and queries that share the bias.
 
 Each program owns its sums, so the order of additions is fixed. `keep_tile` stores a tile of `ds` in groups of eight
-keys, one after the other, each with all queries. Threads hold the result of a product in this order, so that a warp
-writes one contiguous piece at a time.
+keys, one group after the other, each with all queries. Threads hold the result of a product in this order, so that a
+warp writes one contiguous piece at a time.
 """
 
 import triton
@@ -19,18 +19,17 @@ def bias_sums(
     FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sums the gradients of scores of one strip into `DBIAS [b, n, t, S]`, from `BEFORE`, the sums over earlier strips.
+    """Adds one strip of `DS`, the gradients of scores, to `DBIAS [b, n, t, S]`, the gradient of the bias.
+
+    A strip is a range of tiles of queries, or of keys if `BY_KEYS`: its own tiles. `S` is its `bias_gradient.Strips`,
+    and `FIRST` the number of its first own tile. Rows of `DS` and `SEEN` are own tiles, columns tiles of the other
+    side. `SEEN [g, rows, columns]` says which tiles are visible; in the others `DS` is undefined. `BEFORE` has the sums
+    over the earlier strips, in the memory of `DBIAS`; `FRESH`: there are none. `GROUPED`: batch rows differ in `SEEN`.
 
     Each tile of `DBIAS` in the strip has a program; if the bias has one row for all queries (`SUMMED_ROWS`), each tile
-    of keys has one. It sums `BATCH_SUMS` batch rows, `HEAD_SUMS` heads and `ROW_SUMS` own tiles. The bias has `HEADS`
-    heads, and `OWN_ROWS` own tiles in a strip. The whole block has `ROWS` own tiles; `GROUPED`: which tiles are visible
-    depends on the batch row. If `FRESH`, there is no `BEFORE`.
-
-    `DS` has the gradients of a strip's scores, and `FIRST` the number of the strip's first tile. `S` is
-    `bias_gradient.Strips`. `SEEN [g, rows, columns]` says which tiles are visible;
-    `DS` is undefined in the others. Rows are own tiles, columns tiles of the other side. `backward_queries` owns
-    queries, and writes `DS` with `keep_tile`. `BY_KEYS`: `hopper.backward_kernel` owns keys, and a tile of `DS` is
-    `[KV_TILE, Q_TILE]`.
+    of keys has one. The program sums `BATCH_SUMS` batch rows, `HEAD_SUMS` heads and `ROW_SUMS` own tiles. The bias has
+    `HEADS` heads, and `OWN_ROWS` own tiles in a strip; the whole block has `ROWS` own tiles. A tile of `DS` is stored
+    by `keep_tile`, or if `BY_KEYS` by `hopper.backward_kernel`, as `[KV_TILE, Q_TILE]`.
     """
     program = tl.program_id(0)
     column = program % S.columns
@@ -77,15 +76,15 @@ def bias_sums(
 
 @triton.jit
 def keep_tile(at, ds, F: tl.constexpr):
-    """Stores a tile of `ds`, the gradients of scores, for `bias_sums`."""
+    """Stores a tile of `ds`, the gradients of scores, at pointer `at`, in the order in which `bias_sums` reads it."""
     Q_TILE: tl.constexpr = ds.shape[0]
     KV_TILE: tl.constexpr = ds.shape[1]
     kept = ds.to(at.dtype.element_ty)
     columns = tl.arange(0, KV_TILE)
     places = (columns // 8 * (Q_TILE * 8) + columns % 8)[None, :] + tl.arange(0, Q_TILE)[:, None] * 8
     if F.fast:
-        # A product leaves two neighbours in each thread, which stores them as one word. With `tl.store` the compiler
-        # first exchanges elements between threads, and all of them wait for that.
+        # A product leaves two neighbouring elements in each thread, which stores them as one word. For `tl.store` the
+        # compiler would first exchange elements between threads, and all threads would wait for the exchange.
         first, second = tl.split(tl.reshape(kept, (Q_TILE, KV_TILE // 2, 2)))
         at_first, _ = tl.split(tl.reshape(places, (Q_TILE, KV_TILE // 2, 2)))
         words = _bits(first) | (_bits(second) << 16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels that run on any GPU and take every block, and its forward pass."""
+"""The family of kernels that runs on any GPU and takes every block; also launches its forward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def why_not_backward(block: Block, target: Target) -> None:
 
 
 def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
-    """Continues `partial` with the keys of a block."""
+    """Continues the online softmax from `partial` (`None`: from nothing) with the keys of `block`."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
@@ -44,7 +44,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
-    """The outputs of a forward kernel: `out` and `lse`."""
+    """The shapes and dtypes of a forward kernel's outputs, `out` and `lse`."""
     batch, length, heads, _ = block.q.shape
     return [
         jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),

@@ -18,9 +18,10 @@ def forward(
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
+    """Writes `OUT` and `LSE`: one program for each query tile of each head.
 
-    `FRESH`: there is no partial result to continue. `T` is `visited_tiles.TableShape`.
+    Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE` and `LSE_BEFORE` are
+    the partial result to continue; `FRESH`: there is none. `T` is a `visited_tiles.TableShape`.
     """
     turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
     own = T.rows - 1 - turn
@@ -78,10 +79,12 @@ def forward(
 
 @triton.jit
 def _continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
-    """One step of the online softmax: `acc` and `total` are sums relative to the weight of the row maximum `top`.
+    """One step of the online softmax, over key tile number `tile`; returns the updated `sums`.
 
-    Dropout sets weights to zero here, and the sum is multiplied by `F.keep_weight` at the end. Weights times that
-    factor would be rounded to half precision: a query that sees one key would get a less exact copy of its value.
+    `sums` are `(acc, top, total)`: `top` is the row maximum in units of log2. The weighted values `acc` and the weights
+    `total` are summed relative to it. Dropout only sets weights to zero here; `final_rows` multiplies the output by
+    `F.keep_weight`. Weights multiplied here would be rounded to half precision: a query that sees one key would get a
+    less exact copy of its value.
     """
     acc, top, total = sums
     q, k_pointers, v_pointers, queries, head, P, batch = given
@@ -105,7 +108,7 @@ def _continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
         s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
     now = tl.maximum(top, tl.max(s, 1) * F.fold)
     base = now
-    # A bias may forbid, so a row may see nothing of a tile that needs no mask.
+    # A bias may forbid entries, so a row may see nothing even of a tile that needs no mask.
     if MASKED or F.bias:
         base = tl.where(now == -float("inf"), 0.0, now)
     p = tl.exp2(s * F.fold - base[:, None])

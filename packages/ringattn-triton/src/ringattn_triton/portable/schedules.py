@@ -17,7 +17,7 @@ _WIDE_PRODUCTS: Final = (90, 100, 103)
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How one kernel runs; `in_registers`: the tile of q or k that a program owns stays in registers."""
+    """Tile sizes, warps and stages of a kernel; `in_registers`: a program's own tile of q or k is in registers."""
 
     q_tile: int
     kv_tile: int
@@ -27,15 +27,17 @@ class Schedule:
 
 
 _INTERPRETED: Final = Schedule(32, 32, 4, 2)
-"""Small enough for short tests to have several tiles, large enough for NumPy to be efficient."""
+"""The schedule of interpreted kernels: tiles are small enough for short tests to have several, and large enough for
+NumPy to be efficient."""
 
 
 _DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
-"""For dk and dv with segment ids: of two programs on a multiprocessor, one computes while the other begins or ends."""
+"""The schedule for dk and dv with segment ids. Two programs fit on a multiprocessor: one computes while the other
+begins or ends."""
 
 
 def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
-    """The schedule of the forward kernel: the default of the device, with the sizes that the caller fixes."""
+    """The forward kernel's schedule: the device's default, except for sizes that the caller fixes in `params`."""
     default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _chosen(default, constants, itemsize, params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
@@ -43,7 +45,7 @@ def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target:
 
 
 def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """The default: on Hopper the fastest of the schedules that were measured, elsewhere one that spills few registers.
+    """The forward kernel's default: on Hopper the fastest that was measured, elsewhere one that spills few registers.
 
     Exact float32 products do not run on tensor cores: their operands are in registers, so tiles are small. Dropout
     needs a register for each score, and a bias needs one more tile of shared memory.
@@ -73,7 +75,7 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
 
 
 def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of dk and dv: the default of the device, with the sizes that the caller fixes."""
+    """The dk and dv kernel's schedule: the device's default, except for sizes that the caller fixes in `params`."""
     default = _backward_keys_by_family(constants, itemsize, constants.largest_dim, target)
     small = _keys_fit_registers(constants, itemsize, target)
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
@@ -86,7 +88,7 @@ def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, t
 
 
 def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """The default. A program holds k, v, dk and dv of its tile of keys, so tiles are longer in keys than in queries."""
+    """The dk and dv kernel's default. A program holds k, v, dk, dv of its keys, so few tiles are longer in queries."""
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
@@ -103,7 +105,10 @@ def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int,
 
 
 def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of dq. Sizes in `extra`, such as `dq_q_blocksize`, override those for dk and dv."""
+    """The dq kernel's schedule: the device's default, except for sizes that the caller fixes in `params`.
+
+    Sizes in `params.extra`, such as `dq_q_blocksize`, replace the sizes that `params` fixes for the dk and dv kernel.
+    """
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
     default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
@@ -136,9 +141,9 @@ def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: i
 def _chosen(
     default: Schedule, constants: BlockConstants, itemsize: int, params: FwdParams | BwdParams, target: Target
 ) -> Schedule:
-    """The default, cut to the block, with the sizes that the caller fixes.
+    """The `default`, cut to the block's lengths, except for sizes that the caller fixes in `params`.
 
-    Raises if the tiles of its pipeline exceed shared memory. (The compiler may need more.)
+    Raises if the tiles of the schedule's pipeline alone exceed shared memory. (The compiler may need more.)
     """
     owner = "fwd_params" if isinstance(params, FwdParams) else "bwd_params"
     schedule = _fixed(_shortened(default, constants), params, owner)
@@ -161,12 +166,12 @@ def _wide_products(target: Target) -> bool:
 
 
 def _operand_fits_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether products can read a left operand from registers, and there are enough registers to keep it there."""
+    """Whether products can read a left operand from registers, and registers suffice to keep the operand there."""
     return target == Target("cuda", 90) and itemsize < 4 and constants.largest_dim <= 128
 
 
 def _keys_fit_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether the kernel of dk and dv keeps k in registers: with segment ids and few other options."""
+    """Whether the kernel of dk and dv can keep k in registers: only with segment ids and few other options."""
     light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
     wide = constants.largest_dim > 64
     return constants.segments and light and wide and _operand_fits_registers(constants, itemsize, target)
@@ -181,7 +186,7 @@ def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:
 
 
 def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Schedule:
-    """The schedule with the sizes that the caller fixes; raises on sizes that no kernel takes."""
+    """The `schedule`, except for sizes that the caller fixes in `params` (`owner` in errors); raises on wrong sizes."""
     asked = {
         "q_tile": ("q_blocksize", params.q_blocksize, _SMALLEST_TILE, 256),
         "kv_tile": ("kv_blocksize", params.kv_blocksize, _SMALLEST_TILE, 256),
@@ -203,7 +208,7 @@ def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Sch
 
 
 def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, Any]:
-    """The constants and options of a launch that all portable kernels have in common."""
+    """The arguments of `launch` that all portable kernels have in common: constants, warps and stages."""
     return {
         "F": constants,
         "Q_TILE": schedule.q_tile,

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AttentionOp.apply_attention` of MaxText, over the mesh axes of its context. This module does not import MaxText."""
+
+from typing import Any, Final
+
+import jax
+from ringattn_core import ring_attention
+
+from .options import checked, refuse
+
+TYPES: Final = ("global", "mla", "local_sliding", "chunk", "full")
+"""The values of `AttentionType` that have a counterpart here."""
+OF_THE_LAYER: Final = dict.fromkeys(
+    ("causal", "sliding_window", "chunk_size", "softmax_scale", "logits_soft_cap", "softmax_aux", "strategy", "mesh",
+     "axis_name", "batch_axis_name", "head_axis_name", "layout", "q_segment_ids", "kv_segment_ids"),
+    "the configuration of MaxText",
+)  # fmt: skip
+
+
+def apply_attention(
+    op: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    decoder_segment_ids: jax.Array | None,
+    segment_positions: jax.Array | None,
+    lengths: jax.Array | None,
+    model_mode: str,
+    use_ragged_attention: bool = False,
+    previous_chunk: Any = None,
+    bidirectional_mask: Any = None,
+    sinks: jax.Array | None = None,
+    indexer_mask: jax.Array | None = None,
+    compressed_mask: jax.Array | None = None,
+    record_max_logits: bool = False,
+    decoder_segment_ids_kv: jax.Array | None = None,
+    pad_kv_total: int = 0,
+    compress_ratio: int = 0,
+    *,
+    qk_product_einsum: Any,
+    wv_product_einsum: Any,
+    **ring: Any,
+) -> tuple[jax.Array, None, None]:
+    """Computes `AttentionOp.apply_attention` for training and prefill, whatever `attention_kernel` says.
+
+    Assign it to the class. Mesh axes, strategy, order, window, chunk and soft cap come from the layer and its
+    configuration; `functools.partialmethod` adds other options of `ring_attention`. Segment positions are not read:
+    masks by position compare indices in the sequence, in the order of the load balance. The two einsums are unused.
+    """
+    refuse(
+        {"lengths": lengths, "use_ragged_attention": use_ragged_attention, "previous_chunk": previous_chunk,
+         "bidirectional_mask": bidirectional_mask, "indexer_mask": indexer_mask, "compressed_mask": compressed_mask,
+         "record_max_logits": record_max_logits, "decoder_segment_ids_kv": decoder_segment_ids_kv,
+         "pad_kv_total": pad_kv_total, "compress_ratio": compress_ratio, "kv_quant": op.kv_quant,
+         "dropout_rate": op.dropout_rate, "moba": op.config.moba,
+         "model_mode": None if model_mode in ("train", "prefill") else model_mode,
+         "attention_type": None if op.attention_type.value in TYPES else op.attention_type.value},
+        "Use MaxText's own attention for this layer",
+    )  # fmt: skip
+    kind, strategy = op.attention_type.value, op.config.context_parallel_strategy
+    batch, heads, length, _ = op._logical_to_mesh_axes(op.flash_axis_names_q)
+    masks = {"causal": kind != "full", "chunk_size": op.chunk_attn_window_size if kind == "chunk" else None}
+    masks |= {"sliding_window": (op.sliding_window_size - 1, 0)} if kind == "local_sliding" else {}
+    out = ring_attention(
+        query, key, value, sinks, q_segment_ids=decoder_segment_ids, softmax_scale=1.0,
+        logits_soft_cap=op.attn_logits_soft_cap or None, mesh=op.mesh, axis_name=length or (),
+        batch_axis_name=batch or (), head_axis_name=heads or (), layout=_layout(op),
+        strategy="ulysses" if strategy == "usp" else strategy,
+        **masks, **checked(ring, OF_THE_LAYER),
+    )  # fmt: skip
+    return out, None, None
+
+
+def _layout(op: Any) -> str:
+    """The order in which MaxText's input pipeline put the tokens."""
+    config = op.config
+    if not op._load_balanced_context_parallel():
+        return "contiguous"
+    order = config.context_parallel_reorder_strategy.value
+    packed_ring = config.packing and config.context_parallel_strategy == "ring"
+    automatic = "striped" if packed_ring and config.hardware.startswith("gpu") else "dual_chunk_swap"
+    return automatic if order == "auto" else order
