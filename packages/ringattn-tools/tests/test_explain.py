@@ -105,16 +105,6 @@ def _lettered(cells: np.ndarray) -> list[str]:
     return ["".join({SKIPPED: ".", MASKED: "+", WHOLE: "#"}[cell] for cell in row) for row in cells.tolist()]
 
 
-@pytest.mark.parametrize("ring", [1, 2, 16, 64])
-def test_the_picture_fits_a_page(ring: int) -> None:
-    lines = picture.text(explained(ring, 256)).splitlines()
-    assert max(map(len, lines)) <= 100 and len(lines) <= 48
-    if ring <= 2:
-        assert sum(line.count(mark) for line in lines[2:] for mark in ".+#") == ring * ring * 8 * 16
-    else:
-        assert "too large for a picture" in lines[0]
-
-
 def test_the_tiles_of_a_large_ring_are_extremes_with_equal_hops_in_one_row(capsys, tmp_path: Path) -> None:
     found = explained(64, 1024)
     said = text(found, capsys)
@@ -133,18 +123,6 @@ def test_a_ring_of_1024_needs_little_memory(tmp_path: Path) -> None:
     picture.save(found, tmp_path / "ring.svg", "svg")
     assert image_of(tmp_path / "ring.svg").shape[:2] == (2048, 2048) and (tmp_path / "ring.svg").stat().st_size < 10**6
     assert len(report.as_json(found)["tiles"]) <= 1025
-
-
-def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnalysis, capsys) -> None:
-    said = text(found, capsys)
-    lines = [re.split(r" {2,}", line) for line in said.splitlines()]
-    assert ["hop", "keys of", *(f"rank {number}" for number in range(4)), "busiest"] in lines
-    for number, keys in enumerate(("r", "r - 1", "r - 2", "r - 3")):
-        counts = [(found.states[rank, number] > 0).sum() for rank in range(4)]
-        assert [f"{number}", keys, *map(str, counts), f"{max(counts)}"] in lines
-    assert ["sum", "10", "26", "42", "58", "58"] in lines
-    said = " ".join(said.split())
-    assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
 
 
 def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gives(capsys) -> None:

@@ -201,16 +201,6 @@ def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop(
     assert levels.waits < flat.waits
 
 
-def test_every_strategy_computes_the_same_pairs() -> None:
-    whole = work(8, heads=16, kv_heads=8)
-    outer = whole.over_heads(4)
-    assert outer.ranks == 2 and outer.hops.offsets == (0, 1)
-    assert outer.pairs.sum() == whole.pairs.sum()
-    assert (outer.heads, outer.kv_heads, outer.q_length) == (4, 2, 4 * 4096)
-    assert whole.over_heads(8).kv_heads == 1
-    assert outer.pairs.sum() * outer.operations[0] * 4 == whole.pairs.sum() * whole.operations[0]
-
-
 @pytest.mark.parametrize(
     ("kind", "name"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", None), ("TPU v5p", None), ("cpu", None)]
 )

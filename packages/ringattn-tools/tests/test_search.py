@@ -3,9 +3,7 @@
 
 import concurrent.futures
 import dataclasses
-import io
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -217,38 +215,6 @@ class TestWhereItRuns:
             search.fastest(mine(kernel), problem(q_length=8), DEFAULT)
         assert len(traced) <= 2 < len(SIZES)
         assert not [t for t in threading.enumerate() if t.name.startswith("ringattn-tuning")]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class TestTheProgressBar:
-    @pytest.fixture
-    def terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
-        def use() -> Terminal:
-            stream = Terminal()
-            monkeypatch.setattr(sys, "stderr", stream)
-            return stream
-
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setenv("COLUMNS", "200")
-        return use
-
-    def test_a_terminal_shows_it_and_then_it_is_erased(self, terminal: Any, mine: Any, times: Any) -> None:
-        times(lambda *_: 1.0)
-        stream = terminal()
-        search.fastest(mine(Kernel()), problem(), DEFAULT)
-        for part in ("forward", "backward"):
-            assert f"{part}: round {search.ROUNDS} of {search.ROUNDS}" in stream.getvalue()
-        assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the last line of the bars is not erased"
-
-    def test_without_a_terminal_there_is_none(self, mine: Any, times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        times(lambda *_: 1.0)
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        search.fastest(mine(Kernel()), problem(), DEFAULT)
-        assert sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,14 @@
 XLA is free to run all sends first, which needs memory for every shard at once and hides no transfer.
 """
 
-from typing import Any, Final
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from .launch import launch_primitive
 from .varying import align, axes_of
 
 
@@ -38,7 +38,7 @@ def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
 
 def _by_kernel(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x`, returned in place by a kernel that does nothing and also takes `token`. XLA on TPUs drops barriers too."""
-    (tied,) = _tie.bind(_heads_first(x), _heads_first(token))
+    (tied,) = _tie().bind(_heads_first(x), _heads_first(token))
     return align(_heads_first(tied), axes_of(x, token))
 
 
@@ -63,11 +63,17 @@ def _in_place(x: jax.Array, token: jax.Array) -> list[jax.Array]:
 
 def _batched(arrays: Any, axes: Any) -> Any:
     """The batching rule: one tie of the whole batches orders every example."""
-    return _tie.bind(*arrays), axes[:1]
+    return _tie().bind(*arrays), axes[:1]
 
 
-_tie: Final = launch_primitive("ringattn_tie", lambda x, token: [x], {"tpu": _in_place})
-batching.primitive_batchers[_tie] = _batched
+@functools.cache
+def _tie() -> Any:
+    """The primitive of the kernel, made at the first call: `jax.extend`, which it needs, imports Pallas."""
+    from .launch import launch_primitive
+
+    tie = launch_primitive("ringattn_tie", lambda x, token: [x], {"tpu": _in_place})
+    batching.primitive_batchers[tie] = _batched
+    return tie
 
 
 def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
