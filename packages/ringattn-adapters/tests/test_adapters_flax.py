@@ -148,7 +148,7 @@ Q = X.reshape(B, T, N, -1)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask that is text": ({"mask": "text"}, "mask: str is not an array"),
     "a dtype of integers": ({"dtype": jnp.int32}, "dtype: got .* It needs a dtype of floating-point"),
-    "integers": ({"query": Q.astype(int)}, "query: has dtype int32. Cast query, key and"),
+    "integers": (dict.fromkeys(("query", "key", "value"), Q.astype(int)), "query: has dtype int32. Cast query, key and"),
     "no key": ({"dropout_rate": 0.5, "broadcast_dropout": False}, "dropout_rng: is missing with a dropout of 0.5"),
     "a rate that is text": (
         {"dropout_rng": jax.random.key(0), "dropout_rate": "text", "broadcast_dropout": False}, "dropout_rate: got"
