@@ -159,10 +159,11 @@ def hosts(session: nox.Session) -> None:
     """The adapters beside the released libraries, and what jax-triton lowers on this JAX and on the newest."""
     session.install(*group("hosts"), *EVERYWHERE)
     # Whole, these bring a training stack each; only the files that the tests read are needed.
-    session.install("--no-deps", *group("hosts-in-part"))
+    session.install("--no-deps", *group("hosts-in-part"), "./examples/third-party-triton")
     session.run("pytest", "packages/ringattn-adapters/tests/test_released_hosts.py", env=hurried(session))
     session.run("pytest", "examples/third-party-triton/tests", env=CPU)
     session.install(*group("jax"), "--upgrade", "jax-triton")
+    session.install("--no-deps", "--upgrade", "jax-cuda13-plugin")
     session.run("python", "benchmarks/upstream/jax_triton_lowers.py", env=CPU)
 
 
