@@ -20,8 +20,9 @@ from ringattn_core import errors, from_layout, to_layout
 B, T, K, G, H = 2, 32, 2, 2, 8
 SIZES = {"batch": B, "position": T, "key_position": T, "kv_head": K, "group": G, "head_size": H}
 IDS = jnp.repeat(jnp.arange(2, dtype=jnp.int32), T // 2)[None].repeat(B, 0)
-ROW, COLUMN = jnp.arange(T)[:, None], jnp.arange(T)
-CAUSAL, SAME = COLUMN <= ROW, (IDS[:, :, None] == IDS[:, None, :])[:, None]
+# Masks are NumPy's, which may differ in rank.
+ROW, COLUMN = np.arange(T)[:, None], np.arange(T)
+CAUSAL, SAME = COLUMN <= ROW, np.asarray(IDS[:, :, None] == IDS[:, None, :])[:, None]
 SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 
@@ -34,10 +35,10 @@ QUERY, KEY, VALUE = normal(0, B, T, K * G, H), normal(1, B, T, K, H), normal(2, 
 
 def dense(mask: Any, scale: float | None = None, sinks: Any = None) -> np.ndarray:
     """The reference: scores as one matrix, with the sinks as one more column."""
-    scores = jnp.einsum("btkgh,bskh->bkgts", QUERY.reshape(B, T, K, G, H), KEY).reshape(B, K * G, T, T)
-    scores = jnp.where(mask, scores * (H**-0.5 if scale is None else scale), -jnp.inf)
+    products = jnp.einsum("btkgh,bskh->bkgts", QUERY.reshape(B, T, K, G, H), KEY).reshape(B, K * G, T, T)
+    scores = np.where(mask, products * (H**-0.5 if scale is None else scale), -np.inf).astype(np.float32)
     if sinks is not None:
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (B, K * G, T, 1))], -1)
+        scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (B, K * G, T, 1))], -1)
     weights = jax.nn.softmax(scores, -1)[..., :T].reshape(B, K, G, T, T)
     return np.asarray(jnp.einsum("bkgts,bskh->btkgh", weights, VALUE).reshape(B, T, K * G, H))
 
@@ -100,8 +101,8 @@ MASKS = {
     "both sides": (AttentionMask(bidirectional_window=4), abs(ROW - COLUMN) <= 4),
     "both windows": (AttentionMask(sliding_window=6, bidirectional_window=4), CAUSAL & (ROW - COLUMN <= 4)),
     "documents": (AttentionMask(is_causal=True, segment_ids=PAIR), CAUSAL & SAME),
-    "dense": (AttentionMask(explicit_mask=Named(CAUSAL, ("position", "key_position"))), CAUSAL),
-    "named": (Named(CAUSAL, ("position", "key_position")), CAUSAL),
+    "dense": (AttentionMask(explicit_mask=Named(jnp.asarray(CAUSAL), ("position", "key_position"))), CAUSAL),
+    "named": (Named(jnp.asarray(CAUSAL), ("position", "key_position")), CAUSAL),
 }
 
 
@@ -124,7 +125,7 @@ def test_haliax_and_levanter_run_over_a_mesh():
 
 def test_keras_promotes_dtypes_and_runs_over_a_mesh():
     out = keras.dot_product_attention(
-        QUERY, KEY, VALUE, mask=SAME, scale=0.3, is_causal=True, mesh=mesh("data", "sp"), axis_name="sp"
+        QUERY, KEY, VALUE, mask=jnp.asarray(SAME), scale=0.3, is_causal=True, mesh=mesh("data", "sp"), axis_name="sp"
     )
     np.testing.assert_allclose(out, dense(CAUSAL & SAME, 0.3), atol=2e-5)
     with jax.numpy_dtype_promotion("standard"):
@@ -213,7 +214,7 @@ def test_easydel_keeps_a_mask_that_ids_cannot_say(form: str, monkeypatch: pytest
     holes = SAME & ((ROW + COLUMN) % 7 != 1) | (ROW == COLUMN)
     info, seen = {
         "ids": (mask_info(_q_segment_ids=IDS, _kv_segment_ids=IDS), SAME),
-        "mask": (mask_info(_attention_mask=holes.astype(jnp.int32)), holes),
+        "mask": (mask_info(_attention_mask=jnp.asarray(holes, jnp.int32)), holes),
     }[form]
     out = of_easydel(monkeypatch, mask_info=info, softmax_scale=0.3, softmax_aux=SINKS)
     assert out.attention_weights is None
