@@ -16,7 +16,7 @@ Draw = Callable[[int, int, int], Pair]
 
 
 def _documents(batch: int, length: int, shares: tuple[float, ...]) -> np.ndarray:
-    """Packed documents, whose boundaries differ between batch rows."""
+    """Ids of consecutive documents with these shares of the length; boundaries differ between batch rows."""
     rows = []
     for row in range(batch):
         ends = (np.cumsum(shares) * length).astype(int) + row
@@ -30,7 +30,7 @@ def packed(batch: int, rows: int, columns: int) -> Pair:
 
 
 def padding(batch: int, rows: int, columns: int) -> Pair:
-    """Padding at the end, with two negative ids, and one token of padding in the middle."""
+    """The last quarter of the tokens is padding (id -1, the last two tokens -7), and so is token 3."""
     ids = _documents(batch, rows, (0.3, 0.3))
     ids[:, -rows // 4 :] = -1
     ids[:, -2:] = -7
@@ -39,28 +39,28 @@ def padding(batch: int, rows: int, columns: int) -> Pair:
 
 
 def unseen_ranks(batch: int, rows: int, columns: int) -> Pair:
-    """The queries of the first half have an id that no key has."""
+    """The first half of the queries has an id that no key has, so these queries see nothing."""
     q_ids = np.full((batch, rows), 3, np.int32)
     q_ids[:, : rows // 2] = 8
     return q_ids, np.full((batch, columns), 3, np.int32)
 
 
 def padding_among_tokens(batch: int, rows: int, columns: int) -> Pair:
-    """Padding is whole tiles at the end, and every third token before."""
+    """Padding: the last quarter of the tokens, which fills whole tiles, and every third token before it."""
     token = np.arange(rows)
     ids = np.where((token % 3 == 1) | (token >= 3 * rows // 4), -1, 0)[None].repeat(batch, 0).astype(np.int32)
     return ids, ids
 
 
 def large_ids(batch: int, rows: int, columns: int) -> Pair:
-    """Documents whose ids are equal once rounded to float32, or cut to 30 bits or fewer; each batch row has its own."""
+    """Document ids that become equal if rounded to float32, or cut to 30 or fewer bits; boundaries differ by row."""
     names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**30 + 2**24], np.int32)
     q_ids, kv_ids = (_documents(batch, length, (0.3, 0.25, 0.25)) for length in (rows, columns))
     return names[q_ids], names[kv_ids]
 
 
 def interleaved(batch: int, rows: int, columns: int) -> Pair:
-    """Ids like those of `large_ids`, in alternating runs of 9 tokens: a query sees every other run, or every fourth."""
+    """Ids like those of `large_ids`, in runs of 9 tokens: one id has every second run, two others every fourth."""
     names = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 2**16 + 1], np.int32)
 
     def ids(length: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def interleaved(batch: int, rows: int, columns: int) -> Pair:
 
 
 def scattered_padding(batch: int, rows: int, columns: int) -> Pair:
-    """Two documents with padding of the ids -1 and -2 among their tokens, which begins later in each batch row."""
+    """Two documents, the second beginning later in each batch row, and padding (ids -1 and -2) among their tokens."""
 
     def ids(length: int) -> np.ndarray:
         token, row = np.arange(length), np.arange(batch)[:, None]
@@ -80,7 +80,7 @@ def scattered_padding(batch: int, rows: int, columns: int) -> Pair:
 
 
 FAR: Final = 2**24 + 2**15 - 20
-"""Positions from here on are odd numbers beyond float32, and pass a multiple of 2^16 where 16 bits turn negative."""
+"""From here on float32 cannot hold odd positions; 20 positions later their low 16 bits, if signed, turn negative."""
 
 
 def far(batch: int, rows: int, columns: int) -> Pair:
@@ -88,9 +88,10 @@ def far(batch: int, rows: int, columns: int) -> Pair:
 
 
 def far_rows(batch: int, rows: int, columns: int) -> Pair:
-    """Positions that begin at another number in each batch row, below zero in the last; queries begin after keys.
+    """Positions start at a different number in each batch row (below zero in the last); queries start after keys.
 
-    How much later differs, so that a tile that the first row of the batch may skip, or sees whole, is not so in others.
+    How much later the queries start also differs by batch row, so that a tile that is skipped, or visible as a whole,
+    in the first batch row may be partly visible in another.
     """
     row = np.arange(batch, dtype=np.int32)[:, None]
     starts = np.where(row == batch - 1, -33, FAR - 5 * row).astype(np.int32)
@@ -101,30 +102,31 @@ def far_rows(batch: int, rows: int, columns: int) -> Pair:
 def later_rows(batch: int, rows: int, columns: int) -> Pair:
     """Query `i` of batch row `b` has position `i - 5 + 40 b`, and key `j` has position `j`.
 
-    So tiles of any size that the first row may skip are visible in other rows, also where a layout spreads tokens.
+    So under a causal mask a tile of any size that is invisible in batch row 0 may be visible in other batch rows, also
+    in layouts that spread tokens over ranks.
     """
     q = np.arange(rows, dtype=np.int32) - 5 + 40 * np.arange(batch, dtype=np.int32)[:, None]
     return q, np.arange(columns, dtype=np.int32)[None].repeat(batch, 0)
 
 
 def scattered(batch: int, rows: int, columns: int) -> Pair:
-    """Positions in an order that jumps to and fro, so that no tile of tokens lies between its first and its last."""
+    """Consecutive positions in a mixed order: the first and last token of a tile do not bound its positions."""
 
     def of_length(length: int) -> np.ndarray:
-        step = 23 if length % 23 else 29  # a step that divides the length would give many tokens one position
+        step = 23 if length % 23 else 29  # a step that divides the length would give several tokens the same position
         return (FAR + (step * np.arange(length) + 5) % length).astype(np.int32)
 
     return of_length(rows), of_length(columns)
 
 
 def backward_rows(batch: int, rows: int, columns: int) -> Pair:
-    """Positions that count down, from another number in each batch row; below zero in the last row."""
+    """The positions of `far_rows` in descending order along the sequence."""
     q, kv = far_rows(batch, rows, columns)
     return q[:, ::-1], kv[:, ::-1]
 
 
 def edge_ids(batch: int, rows: int, columns: int) -> Pair:
-    """The ends of int32 and their neighbours, in random order; all negative ids are padding, also those below -100."""
+    """Random ids, among them the ends of int32 and their neighbours; every negative id, however low, is padding."""
     names = np.array([0, 1, 2**31 - 1, 2**31 - 2, 2**30, -1, -100, -101, -(2**31)])
     draw = np.random.default_rng(rows)
     q_ids, kv_ids = (names[draw.integers(0, len(names), (batch, length))] for length in (rows, columns))
@@ -136,7 +138,7 @@ def crossed(batch: int, rows: int, columns: int) -> Pair:
 
 
 def restarting(batch: int, rows: int, columns: int) -> Pair:
-    """Positions start again at each document of `packed`; `[B, T]`."""
+    """Positions `[B, T]` that start again at 0 in each document of `packed`."""
     ids = _documents(batch, rows, (0.4, 0.3))
     starts = np.stack([np.searchsorted(row, row, side="left") for row in ids])
     place = (np.arange(rows)[None] - starts).astype(np.int32)
@@ -144,12 +146,12 @@ def restarting(batch: int, rows: int, columns: int) -> Pair:
 
 
 def spread(batch: int, rows: int, columns: int) -> Pair:
-    """Positions 1501 apart: half precision cannot hold their distances, and many exceed a signed 16-bit integer."""
+    """Positions 1501 apart: half precision cannot hold their distances, and many distances overflow int16."""
     return 1501 * np.arange(rows, dtype=np.int32), 1501 * np.arange(columns, dtype=np.int32)
 
 
 def extreme(batch: int, rows: int, columns: int) -> Pair:
-    """Positions near -2^30 and 2^30, the ends of what is allowed."""
+    """Half of the positions near -2^30 and half near 2^30, the limits of allowed positions."""
     q, kv = np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32)
     far = np.int32(2**30 - 1)
     q = np.where(q < rows // 2, q - far, far - rows + 1 + q)
@@ -166,7 +168,7 @@ def at_the_end(batch: int, rows: int, columns: int) -> Pair:
 
 
 def among_keys(batch: int, rows: int, columns: int) -> Pair:
-    """Queries are tokens from two thirds of the keys' sequence on, so that a single query has keys on both sides."""
+    """Query positions start at two thirds of the key length, so that even a single query has keys on both sides."""
     return np.arange(rows, dtype=np.int32) + np.int32(2 * columns // 3), np.arange(columns, dtype=np.int32)
 
 
@@ -176,7 +178,10 @@ Build = Callable[[int, int, int, int, int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A `mask_builder`, and the same mask for the oracle: `seen(i, j, q_index, kv_index, head) -> bool`."""
+    """A `mask_builder`, and the same mask for the oracle: `seen(i, j, q_index, kv_index, head) -> bool`.
+
+    `i` and `j` are positions; the indices count tokens.
+    """
 
     build: Build
     seen: Callable[[Any, Any, Any, Any, int], Any]
@@ -194,7 +199,7 @@ _WINDOWS: Final = ((0, 0), (15, 3), (2, 40), (18, 40), (23, 40), (28, 40), (33, 
 
 
 def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    """Seven masks by turns, more than a kernel may have room for."""
+    """Head `n` has number `n` modulo 7 of seven masks: more different masks than a kernel may have room for."""
     return masks.Causal() if head_idx % 7 == 0 else masks.Local(*_WINDOWS[head_idx % 7])
 
 
@@ -222,7 +227,7 @@ def _predicate(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps:
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A mask as another library may have it: a shape, and indexing as in NumPy."""
+    """Stands for a mask of another library: an object with only a shape and indexing as in NumPy."""
 
     shape: tuple[int, int]
 

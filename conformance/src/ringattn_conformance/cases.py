@@ -38,25 +38,26 @@ FEATURES: Final = {
 }  # fmt: skip
 """The options of a case and the features that they need."""
 LARGEST_VALUE: Final = 2.75
-"""Values are clipped to this, before `value_gain`, and are smaller where dropout divides by less than 0.7. So without a
-gain no output reaches 4. From 4 on the rounding of the exact result to float16 alone is 0.98 of the tolerance; below,
-it is at most half."""
+"""`v` is clipped to this magnitude, then multiplied by `value_gain`, and scaled down if dropout keeps less than 0.7. So
+without a gain no output reaches 4. For outputs from 4 on, rounding the exact result to float16 alone is 0.98 of the
+tolerance; for smaller outputs at most half."""
 
 DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
-"""Seeds for dropout. Each case takes one of them, by its number."""
+"""Seeds for dropout: `Case.number` chooses one for each case."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The options of a call. Its numbers are the same for every ring size, layout and backend.
+    """The options of a call. Its arrays hold the same numbers for every ring size, layout and backend.
 
-    Lengths are global. `segments`, `positions` and `builder` are names of `case_inputs`. `bias` and `dense_mask` name
-    the axes that are full ("BNTS"); the others are 1, columns excepted. The bias has the dtype of the queries, or
-    `bias_dtype`. `sinks` is `shared`, `head`, `each` (`[N, 2]`) or `closed`: as `each`, and the first head's are -inf.
-    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes`
-    ALiBi's slopes of about a quarter (0: no ALiBi). `bias_offset` is added to the bias; with `bias_fixed` it is not
-    differentiated, and with `forward` nothing is. In float32 about `nonzero` components of each query are not zero,
-    and larger, so that scores are as large as with all components. Numbers are drawn by `seed`, or else by the name.
+    Lengths are those of whole sequences. `segments`, `positions` and `builder` are names in `case_inputs`. `bias` and
+    `dense_mask` name the axes among "BNT" that have full size: the other axes have size 1, but S is always full. The
+    bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared` (`[N + 1]`, every head has all), `head`
+    (`[N]`), `each` (`[N, 2]`) or `closed` (as `each`, but -inf in the first head). `gain` multiplies the queries,
+    `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes` ALiBi's slopes of about a
+    quarter (0: no ALiBi). `bias_offset` is added to the bias. With `bias_fixed` the bias is not differentiated, and
+    with `forward` no input is. In float32 only about `nonzero` components of each query are not zero, scaled up so
+    that scores are as large as with all components. `seed`, or else a hash of the name, seeds all random numbers.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Case:
 
     @property
     def number(self) -> int:
-        """What all numbers of the case are drawn by."""
+        """The seed of all random numbers of the case: `seed`, or a hash of the name if `seed` is None."""
         return zlib.crc32(self.name.encode()) if self.seed is None else self.seed
 
     @functools.cached_property
@@ -117,7 +118,7 @@ class Case:
 
     @property
     def widest(self) -> int:
-        """The size of its widest heads."""
+        """The larger of the query-key and the value head size."""
         return max(self.head_dim, self.value_dim)
 
     @property
@@ -136,7 +137,7 @@ class Case:
         return frozenset([Feature[self.dtype.upper()], *given, *(feature for feature, need in sizes.items() if need)])
 
     def within(self, features: Collection[Feature]) -> "Case":
-        """The case without the options that need other features. Its dtype stays."""
+        """The case with options that need features outside `features` at their defaults. The dtype always stays."""
         kept = ("name", "dtype", "seed", "batch", "q_length", "heads", "head_dim")
         plain = {field.name: field.default for field in dataclasses.fields(self) if field.name not in kept}
         plain |= {"kv_length": self.q_length, "kv_heads": self.heads, "value_dim": self.head_dim}
@@ -149,7 +150,7 @@ class Case:
 
     @functools.cached_property
     def inputs(self) -> "Inputs":
-        """The arrays of the call, in natural order and rounded to the dtype; drawn by a seed from the name."""
+        """The arrays of the call, in natural order and rounded to the dtype; drawn with the seed `number`."""
         rng, seed = np.random.default_rng(self.number), DROPOUT_SEEDS[self.number % len(DROPOUT_SEEDS)]
         rows, columns = self.q_length, self.kv_length
         dtype = DTYPES[self.dtype]
@@ -194,7 +195,7 @@ class Case:
 
     @functools.cached_property
     def answer(self) -> Answer:
-        """The oracle's answer."""
+        """The oracle's answer; without gradients if the case has `forward`."""
         return attend(self.inputs.problem, None if self.forward else self.inputs.dout, self.inputs.dlse)
 
     def _broadcast(self, full: str, rows: int) -> tuple[int, int, int]:
@@ -202,7 +203,7 @@ class Case:
         return b, n, t
 
     def _slopes(self, rng: np.random.Generator) -> np.ndarray | None:
-        """A slope for each head. The last is negative, and so small that far keys do not outweigh all others."""
+        """ALiBi's slope for each head. The last is negative (favours far keys), but too small to hide near keys."""
         if not self.slopes:
             return None
         slopes = np.abs(rng.standard_normal(self.heads)).astype(np.float32) / 4 * np.float32(self.slopes)
@@ -221,7 +222,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A problem for the oracle, the dense mask that the call gets, and the cotangents."""
+    """A problem for the oracle, the dense mask that is passed to the call, and the cotangents of `out` and `lse`."""
 
     problem: Problem
     dense_mask: np.ndarray | None
@@ -238,7 +239,7 @@ class Inputs:
 
 
 def load(name: str) -> Any:
-    """A JSON file of this package, with tuples for lists."""
+    """Reads a JSON file of this package; lists become tuples."""
 
     def frozen(x: Any) -> Any:
         return tuple(map(frozen, x)) if isinstance(x, list) else x
@@ -250,9 +251,9 @@ def load(name: str) -> Any:
 
 
 ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = load("cases.json")
-"""`named` has every option alone, edge cases and combinations; `elsewhere` the cases of tests that look at one thing;
-`mixtures` calls with many options at once; `values` calls drawn from `domains.json`; `cache` those of decoding and
-prefill. An entry has fields of `Case` and of `lattice.Point`; `why` is for readers.
+"""`named` has every option alone, edge cases and combinations; `elsewhere` has cases that single tests ask for;
+`mixtures` has calls with many options at once; `values` has calls drawn from `domains.json`; `cache` has calls of
+decoding and prefill. An entry has fields of `Case` and of `lattice.Point`; `why` is for readers.
 """
 
 

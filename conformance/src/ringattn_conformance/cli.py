@@ -29,7 +29,7 @@ CODES: Final = f"""exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line; returns its exit code, which the help lists. Wrong arguments exit with 2."""
+    """Runs the command and returns an exit code of `CODES`; for wrong arguments raises SystemExit(2)."""
     parser, line = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     end = line.index("--") if "--" in line else len(line)
     try:
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace, more: Sequence[str]) -> int:
 
 
 def exit_code(found: Results) -> int:
-    """The exit code of a run with these results."""
+    """The exit code for the results of a run: certified, failed, or not certified."""
     backends = found["backends"].values()
     if any(one[what] for one in backends for what in FAILING):
         return FAILED

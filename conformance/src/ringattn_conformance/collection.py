@@ -27,7 +27,7 @@ def name_of(item: pytest.Item) -> Name | None:
     """The name of a test that takes a backend, as every test of the suite does; `None` for other tests."""
     spec = getattr(item, "callspec", None)
     backend = spec.params.get(PARAMETER) if spec is not None else None
-    if spec is None or not isinstance(backend, str):  # pytest has a placeholder where there are no parameters
+    if spec is None or not isinstance(backend, str):  # pytest has a placeholder if the parameter set is empty
         return None
     parameters = spec.id.removeprefix(backend).removeprefix("-")
     test = f"{item.path.stem}::{getattr(item, 'originalname', None) or item.name}"
@@ -46,14 +46,15 @@ def modules() -> list[str]:
 class Collection:
     """The tests that one process of pytest has collected.
 
-    `known` are the suite's tests of all tiers, and `wanted` those of the tier of this run, before any are deselected.
+    `known` has the suite's tests of all tiers. `wanted` has those of this run's tier, before pytest deselects any: the
+    backend and the test by pytest's node id.
     """
 
     known: set[str] = dataclasses.field(default_factory=set)
     wanted: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def add(self, tests: Iterable[Any], tier: str) -> None:
-        """Adds all tests of a module of the suite, also where the command line names only some."""
+        """Adds all tests of a module of the suite, even if the command line names only some of its tests."""
         for item in tests:
             name = name_of(item) if isinstance(item, pytest.Item) else None
             if name is not None:
@@ -63,15 +64,15 @@ class Collection:
 
     @property
     def uncollected(self) -> list[str]:
-        """The modules of the suite that the command line leaves out."""
+        """The modules of the suite of which no test was collected, because the command line leaves them out."""
         return sorted(set(modules()) - {test.partition("::")[0] for test in self.known})
 
     def not_run(self, backend: str, finished: Iterable[str]) -> list[str]:
-        """The tests of the tier that have no outcome: they were deselected, or the run stopped before them."""
+        """The backend's tests of this run's tier that did not finish: deselected, or the run stopped before them."""
         named = (self.wanted[node] for node in set(self.wanted) - set(finished))
         return sorted(test for about, test in named if about == backend)
 
     def unknown(self, expected: Iterable[str]) -> list[str]:
-        """The tests that are expected to fail and do not exist in the modules that were collected."""
+        """The tests in `expected` that do not exist; tests of modules that were not collected are not judged."""
         elsewhere = self.uncollected
         return sorted(test for test in expected if test not in self.known and test.partition("::")[0] not in elsewhere)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices a process of the suite has, and which of them it takes first.
 
-Every worker of pytest-xdist sees all devices, so rings are as real with workers as without. Each begins with another
-device, so calls on one device are spread over all. Nothing here imports JAX before its devices are asked for.
+Every worker of pytest-xdist sees all devices, so a ring of its own can use them all. Each worker's list begins with
+another device, so calls on one device are spread over all devices. Only `own_first` imports JAX.
 """
 
 import os
@@ -23,7 +23,7 @@ WORKER: Final = "PYTEST_XDIST_WORKER"
 def set_environment() -> None:
     """Makes eight CPU devices, and lets processes share a GPU. Does nothing if JAX is already imported.
 
-    What the user has set stays: a number of CPU devices in XLA_FLAGS, and whether a process reserves a GPU's memory.
+    Keeps what the user has set: the number of CPU devices in XLA_FLAGS, and XLA_PYTHON_CLIENT_PREALLOCATE.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "jax" not in sys.modules:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws calls by a seed, from the domains of all options and sizes that `domains.json` lists, edges included.
 
-A kernel may be wrong for some values only: a chunk above 64, a third key head, the last key of 65. So a value that a
-user may pass comes from its whole range. Most of these calls are on one rank, where they compile fast; long ones
-compare the forward pass alone. The draw of a release is frozen in `cases.json`, and every run draws a few of its own
-day.
+A kernel may be wrong for some values only: a chunk above 64, a third key head, the last key of 65. So each
+option is drawn from its whole range. The calls run on one rank, where they compile fast; for long ones only the forward
+pass is compared. `cases.json` holds the calls that were drawn for a release; every run adds calls drawn from a seed,
+by default today's date.
 """
 
 import random
@@ -19,14 +19,14 @@ _TABLE: Final = load("domains.json")
 SIZES: Final[dict[str, tuple[Any, ...]]] = _TABLE["sizes"]
 OPTIONS: Final[dict[str, tuple[Any, ...]]] = _TABLE["options"]
 BESIDE: Final[dict[str, dict[str, tuple[Any, ...]]]] = _TABLE["beside"]
-"""What is drawn beside an option that a call has."""
+"""For an option: the further options that are drawn whenever a call has it, with their values."""
 NARROW: Final = (0, 1, (0, 1), (0, None), (None, 0))
 MASKS: Final = ("window", "chunk", "segments", "positions", "builder", "dense_mask")
 MOST_MASKS: Final = 2
 FAR_APART: Final = ("soft_cap", "scale", "slopes")
-"""Options with which some scores are far above others."""
+"""Options that can put some scores far above the others."""
 SHARE: Final = 0.3
-"""How often a call has an option."""
+"""The probability that a call has any one option."""
 SCORES: Final = 2**21
 """The most scores of a call: batch rows times heads times queries times keys."""
 SCORES_WITH_GRADIENTS: Final = 2**18
@@ -35,7 +35,7 @@ ELEMENTS: Final = 2**22
 
 
 def draw(seed: int) -> Entry:
-    """One call, drawn by the seed."""
+    """One call on one rank, drawn with the seed."""
     rng = random.Random(seed)
     entry: Entry = {"seed": seed & 0xFFFFFFFF, "ring": 1, "layout": "contiguous", "check_vma": bool(seed % 2)}
     sizes = {name: rng.choice(values) for name, values in SIZES.items()}
@@ -48,26 +48,26 @@ def draw(seed: int) -> Entry:
             entry[other] = rng.choice(values)
     reach = max(_reach(entry.get("window")), _reach(entry.get("chunk")))
     sizes["lengths"] = rng.choice([one for one in SIZES["lengths"] if max(one) > reach])
-    if max(sizes["lengths"]) > 2000:  # the last of so many keys count where all are seen, alike and in float32
+    if max(sizes["lengths"]) > 2000:  # the last of so many keys matter only with like scores, all seen, in float32
         entry = {name: x for name, x in entry.items() if name not in (*MASKS, *FAR_APART)} | {"dropout": 0.5}
         sizes["dtype"] = "float32"
     elif sizes["lengths"][0] == 1:
-        entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # the first query sees one key
+        entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # not at 0, seeing one key
     if entry.get("builder") == "of-heads":
         sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= 7])
     if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:
-        entry["positions"] = "extreme"  # a position less the side is below int32
+        entry["positions"] = "extreme"  # position minus window is below int32
     return _with_effect(entry | _fitting(sizes, rng))
 
 
 def _reach(x: Any) -> int:
-    """The largest number of a window or a chunk that some sequence exceeds."""
+    """The largest number of a window or a chunk up to 1000, which sequences should exceed; 0 if there is none."""
     numbers = x if isinstance(x, tuple) else (x,)
     return max((number for number in numbers if number and number <= 1000), default=0)
 
 
 def _fitting(sizes: dict[str, Any], rng: random.Random) -> Entry:
-    """The sizes, of which others are drawn again while there are too many scores or elements."""
+    """The sizes as fields of `Case`; heads, batch or head sizes are drawn anew until `SCORES` and `ELEMENTS` hold."""
     while True:
         (rows, columns), (heads, kv_heads) = sizes["lengths"], sizes["heads"]
         tokens, widest = sizes["batch"] * max(rows, columns), max(sizes["head_dim"], sizes["value_dim"] or 0)
@@ -81,9 +81,10 @@ def _fitting(sizes: dict[str, Any], rng: random.Random) -> Entry:
 
 
 def _with_effect(entry: Entry) -> Entry:
-    """The call with scores that its options act on, and without what cannot be judged.
+    """The call with scores large enough for its options to matter, and without options that cannot be judged.
 
-    Where rows see one key their gradients are zero, and show only how `delta` rounds in half precision.
+    A row that sees one key has score gradients of zero; in half precision these show only how `delta` rounds, so such
+    calls compare the forward pass alone.
     """
     half = entry["dtype"] != "float32"
     if cap := entry.get("soft_cap"):
@@ -94,7 +95,7 @@ def _with_effect(entry: Entry) -> Entry:
     elif entry.get("gain") or entry.get("scale"):
         entry["nonzero"] = 16
     if entry.get("positions") == "extreme" or max(entry["q_length"], entry["kv_length"]) > 2000:
-        entry.pop("slopes", None)  # distances of 2^31 leave one key with any weight
+        entry.pop("slopes", None)  # over distances of 2^31 only one key keeps any weight
     few = entry["kv_length"] < 4 or entry.get("chunk", 9) < 9 or entry.get("window") in NARROW
     overflowing = entry["dtype"] == "float16" and entry.get("gain", 1.0) > 50
     scores = entry["batch"] * entry["heads"] * entry["q_length"] * entry["kv_length"]
@@ -105,6 +106,6 @@ def _with_effect(entry: Entry) -> Entry:
 
 
 def today(seed: int) -> list[Entry]:
-    """The calls of a day, by their tiers: each holds those of the smaller ones."""
+    """The calls that `seed` (a date) draws: 4 in the core tier, 8 more in full, 48 more in exhaustive."""
     tiers = ["core"] * 4 + ["full"] * 8 + ["exhaustive"] * 48
     return [{"name": f"today-{number}", "tier": tier} | draw(1000 * seed + number) for number, tier in enumerate(tiers)]

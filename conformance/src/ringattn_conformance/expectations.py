@@ -16,7 +16,7 @@ DEFAULT: Final = "pyproject.toml"
 
 @dataclasses.dataclass(frozen=True)
 class Expectations:
-    """Reasons by test id. They apply to the backends that the file registers, or to all if it registers none."""
+    """Why tests fail as expected, by test id, for the backends that the file registers (for all if it has none)."""
 
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     backends: frozenset[str] = frozenset()
@@ -26,7 +26,7 @@ class Expectations:
 
 
 def read(given: Path | None, folder: Path) -> Expectations:
-    """Reads the file given, or `pyproject.toml` in the folder if it exists; raises UsageError for a wrong file."""
+    """Reads the file `given`, or else `pyproject.toml` in `folder` if there is one; raises UsageError if malformed."""
     path = folder / (given or DEFAULT)
     if given is None and not path.is_file():
         return Expectations()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each case of `cases.json` runs: its ring, its layout and its tier, for what a backend declares."""
+"""The calls that judge a backend: each is a case with a ring, a layout and the tier that it belongs to."""
 
 import dataclasses
 import itertools
@@ -32,14 +32,15 @@ class Point:
 
 
 def calls(features: Collection[Feature], seed: int) -> list[Point]:
-    """Every call that a backend with these features is judged by, the calls that the seed draws among them."""
+    """Every call that judges a backend with these features, including the calls drawn with `seed`."""
     return [*points(), *mixtures(features), *drawn((*ENTRIES["values"], *domains.today(seed)), features)]
 
 
 def points() -> list[Point]:
     """Every named case on every ring and in every layout.
 
-    The tiers core and full have each case in one place, which `cases.json` names; the exhaustive tier has all.
+    In the tiers core and full each case runs on the one ring and layout that `cases.json` names; the exhaustive tier
+    adds all other rings and layouts that divide its lengths.
     """
     found = []
     for entry in ENTRIES["named"]:
@@ -54,14 +55,14 @@ def points() -> list[Point]:
 
 
 def mixtures(features: Collection[Feature]) -> list[Point]:
-    """The calls with many options at once, for a backend with these features."""
+    """The calls with many options at once, without options that need features outside `features`."""
     return drawn(ENTRIES["mixtures"], features)
 
 
 def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature]) -> list[Point]:
-    """The calls without what a backend does not declare; of those that are then the same, the first.
+    """The calls of these entries without options that need features outside `features`; equal calls are kept once.
 
-    A call of an undeclared dtype has a declared one instead, so that all its options still meet.
+    A call of an undeclared dtype takes a declared dtype, so that its other options are still tested together.
     """
     dtypes = [name for name in DTYPES if Feature[name.upper()] in features]
     found: dict[Any, Point] = {}
@@ -79,7 +80,7 @@ def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature]) -
 
 
 def untried(backend: str, tier: str, seed: int) -> list[str]:
-    """Each declared feature that no call of the tier has in one of the declared dtypes."""
+    """The pairs of a declared feature and a declared dtype ("CAUSAL in float16") that no call of the tier tests."""
     declared, largest = features_of(backend), discovery.get(backend).descriptor().largest_head
     dtypes = {Feature[name.upper()] for name in DTYPES} & declared
     met = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the right answer is: dense attention and its gradients in float64 NumPy, from the specification alone."""
+"""Computes the right answer: dense attention and its gradients in float64 NumPy, from the specification alone."""
 
 import dataclasses
 from typing import Any, Final
@@ -8,14 +8,14 @@ import numpy as np
 
 _LOW: Final = 0xFFFFFFFF
 _FORBIDS: Final = -1e5
-"""A bias below this forbids the pair, as -inf does."""
+"""A bias below this masks out its pair of query and key, as -inf does."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call on whole sequences in natural order; every array is NumPy, everything not given is absent.
+    """One call on whole sequences in natural order, as NumPy arrays; a field at its default is not part of the call.
 
-    `seen` is any further mask, dense, broadcastable to `[B, N, T, S]`.
+    `seen` is a further boolean mask, broadcastable to `[B, N, T, S]`: True where the query may see the key.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -42,11 +42,11 @@ class Problem:
 class Answer:
     """Outputs and gradients, in the shapes of the inputs.
 
-    `largest` is the magnitude of the largest score that a row sees. `uncapped` is the same before the soft cap, and 0
-    without one: it says how large the products are that float32 rounds.
-    `empty` are the rows that see no key, `[B, N, T]`.
-    `delta` may come from the output as rounded to its dtype. `slack` says by how much that moves the gradients that are
-    sums over all queries, where the effects of all rows add up.
+    `largest` is the largest magnitude of a score that any query sees, sinks included. `uncapped` is the same before the
+    soft cap, and 0 without a cap: it says how large the products are that float32 rounds.
+    `empty[B, N, T]` is True for rows that see no key.
+    A backend may compute `delta` from the rounded output. `slack` is the most by which that changes the gradients that
+    sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up.
     """
 
     out: np.ndarray
@@ -59,7 +59,7 @@ class Answer:
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox 4x32-10 of Salmon et al., of Python's integers."""
+    """Philox 4x32-10 of Salmon et al. for one counter, in Python integers."""
     a, b, c, d = counter
     for step in range(10):
         first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -79,7 +79,7 @@ def philox_2x32(first: np.ndarray, second: np.ndarray, key: int) -> tuple[np.nda
 
 
 def kept(problem: Problem) -> np.ndarray:
-    """Which probabilities survive dropout, `[B, N, T, S]`."""
+    """True where dropout keeps the probability, `[B, N, T, S]`."""
     batch, rows, heads = problem.q.shape[:3]
     columns = problem.k.shape[1]
     i, j = np.arange(rows)[:, None], np.arange(columns)[None]
@@ -99,7 +99,7 @@ def keep_probability(problem: Problem) -> float:
 
 
 def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The positions that masks compare, `[B|1, T]` and `[B|1, S]`."""
+    """The positions that masks compare, `[B|1, T]` and `[B|1, S]`; token indices if the problem has none."""
     q, kv = problem.q_positions, problem.kv_positions
     q = np.arange(problem.q.shape[1]) if q is None else np.asarray(q, np.int64)
     kv = np.arange(problem.k.shape[1]) if kv is None else np.asarray(kv, np.int64)
@@ -107,7 +107,7 @@ def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def visible(problem: Problem) -> np.ndarray:
-    """Which query sees which key, `[B, N, T, S]`: all masks at once, and no bias that forbids."""
+    """True where a query sees a key, `[B, N, T, S]`: every mask allows the pair, and no bias forbids it."""
     batch, rows, heads = problem.q.shape[:3]
     q, kv = positions(problem)
     i, j = q[:, None, :, None], kv[:, None, None, :]
@@ -134,13 +134,13 @@ def visible(problem: Problem) -> np.ndarray:
 
 
 def distances(problem: Problem) -> np.ndarray:
-    """|i - j|, `[B|1, 1, T, S]`."""
+    """The distances |i - j| of query and key positions, `[B|1, 1, T, S]`."""
     q, kv = positions(problem)
     return np.abs(q[:, None, :, None] - kv[:, None, None, :]).astype(np.float64)
 
 
 def sinks_of_heads(sinks: np.ndarray, heads: int) -> np.ndarray:
-    """Sinks as `[N, n]`, however they were given."""
+    """Sinks as `[N, n]`, from `[N, n]`, `[N]` (one for each head) or `[n]` (shared by all heads)."""
     if sinks.ndim == 2:
         return sinks.astype(np.float64)
     if sinks.shape[0] == heads:
@@ -228,7 +228,7 @@ def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def order(layout: str, ranks: int, length: int) -> np.ndarray:
-    """The natural index of every token of a sequence as laid out: rank 0's tokens first."""
+    """For each place of a sequence in this layout, rank 0's tokens first: the token's index in natural order."""
     each = length // ranks
     if layout == "contiguous":
         return np.arange(length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call must do: give the right answer if the backend declares every feature it needs, and raise if not."""
+"""What a call must do: give the right answer if the backend declares every feature it needs, or else raise."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -24,15 +24,18 @@ def supports(backend: str, *features: Feature) -> bool:
 
 
 def declared(backend: str, case: Case, *kept: Feature) -> Case:
-    """The case without options that the backend does not declare, so that a test of something else still runs."""
+    """The case without options that the backend does not declare, so that tests of other promises still run.
+
+    Options that need only features in `kept` stay, even if undeclared.
+    """
     return case.within(features_of(backend).union(kept))
 
 
 @contextlib.contextmanager
 def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
-    """Runs its body, which makes the call. Yields whether the answer must be right; if not, the call must raise.
+    """Wraps the call of a test: yields True if the backend declares all `features`, so the answer must be right.
 
-    The refusal names the backend and one of the features.
+    Otherwise yields False, and the body must raise UnsupportedFeatureError with the backend and one missing feature.
     """
     features = frozenset(features)
     missing = features - features_of(backend)
@@ -53,10 +56,12 @@ def agrees(
     local: Local | None = None,
     problem: oracle.Problem | None = None,
 ) -> None:
-    """Asserts that the outputs and the gradients of a call are the oracle's for the problem, or that it is refused.
+    """Asserts that a call gives the oracle's outputs and gradients, within tolerance.
 
-    Without `gradients` they are compared if the backend declares them; without `problem` it is that of the case.
-    `needs` are features beside those of the case and of the placement.
+    If the backend does not declare a feature that the call needs, or if the heads are larger than its `largest_head`,
+    asserts that the call raises UnsupportedFeatureError. `gradients=None` compares gradients if the backend declares
+    them and the case is not `forward` only. `needs` adds features to those of the case and the placement; `local`
+    replaces the call that each rank makes, and `problem` the case's problem for the oracle.
     """
     case, placement, inputs = placed.case, placed.placement, placed.inputs
     gradients = supports(placed.backend, Feature.GRADIENTS) and not case.forward if gradients is None else gradients

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin of pytest that runs the suite: its options, its header, and the backends it runs on.
 
-Nothing here imports JAX before the suite is asked for.
+JAX is imported only in runs of pytest that use the suite.
 """
 
 import functools
@@ -17,7 +17,7 @@ from .recorder import Recorder
 from .results import DTYPES
 
 POINT: Final = "ringattn_point"
-"""The test parameter that is a call and where it runs."""
+"""The test parameter that holds a `lattice.Point`: a case with the ring and the layout that it runs on."""
 PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Runs before any conftest.py can import JAX, which reads XLA_FLAGS once."""
+    """Sets the environment before any conftest.py can import JAX, which reads XLA_FLAGS only once."""
     if _concerns(early_config.known_args_namespace, args):
         devices.set_environment()
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.add_cleanup(functools.partial(setattr, tolerances, "factor", tolerances.factor))
         tolerances.factor = config.option.ringattn_tolerance_factor
-        if config.option.ringattn_seed is None:  # before workers start, which get the options of this process
+        if config.option.ringattn_seed is None:  # before workers start: they copy this process's options
             config.option.ringattn_seed = int(date.today().strftime("%Y%m%d"))
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
         config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)
@@ -109,7 +109,7 @@ def backends(config: pytest.Config) -> list[str]:
 
 
 def unusable(name: str) -> str | None:
-    """Why a backend cannot be certified here: it is not available, or its descriptor is wrong."""
+    """Why a backend cannot be certified here (not available, or a wrong descriptor); `None` if it can."""
     import jax
     from ringattn_core.backends import discovery
     from ringattn_core.errors import RingAttnError

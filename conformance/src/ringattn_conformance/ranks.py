@@ -27,17 +27,17 @@ ROLES: Final = Roles((DATA,), (RING,), (HEADS,))
 KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
     "out": arrays.Output, "lse": arrays.LogSumExp,
 }  # fmt: skip
-"""The type of every array and result of a call, which has the letters of its axes."""
+"""The array type of every input and result of a call; the type names the axes by letters."""
 Arrays = dict[str, jax.Array]
 Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
-"""A function of the differentiable and the other inputs that gives `(out,)` or `(out, lse)`."""
+"""One rank's call: from the differentiable and the other inputs to `(out,)` or `(out, lse)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A ring size and a layout, in a mesh that may also split the batch (`data`) and the `heads`.
+    """A ring size and a layout, in a mesh that may also split the batch (over `data` devices) and the heads.
 
-    Emulated, one device plays all ranks of the ring by `vmap`.
+    If `emulated`, one device plays all ranks of the ring by `vmap`.
     """
 
     ring: int = 4
@@ -71,7 +71,7 @@ class Placement:
         return Mesh(taken.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":
-        """This placement, emulated if there are too few devices."""
+        """This placement, or one device that emulates its ring alone if there are too few devices for the mesh."""
         enough = self.devices <= len(jax.devices())
         return self if enough else dataclasses.replace(self, emulated=True, data=1, heads=1)
 
@@ -108,7 +108,7 @@ class Placed:
         return ("out", "lse") if self.case.lse else ("out",)
 
     def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
-        """An array whose sequence axis goes from natural order to the order of the layout, or back."""
+        """The array with its sequence axis reordered from natural to layout order, or back if `inverse`."""
         axis = self.axis_of_tokens(name, np.shape(x))
         if axis is None:
             return np.asarray(x)
@@ -125,7 +125,7 @@ class Placed:
         return names.index(RING) if RING in names else None
 
     def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:
-        """The call of one rank."""
+        """One rank's call of `ring_attention`; `more` overrides its keyword arguments."""
         placement, case = self.placement, self.case
         options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
         options |= {KEYWORDS[name]: x for name, x in (operands | fixed).items()}
@@ -141,7 +141,7 @@ class Placed:
         return found if isinstance(found, tuple) else (found,)
 
     def everywhere(self, local: Local | None = None) -> Local:
-        """The function of global arrays, in layout order, that runs `local` on every rank."""
+        """A function of global arrays, in layout order, that runs `local` (default: `self.local`) on every rank."""
         local = local or self.local
         if self.placement.emulated:
             return functools.partial(self._emulated, local)
@@ -171,7 +171,7 @@ class Placed:
         return tuple(x[0] if axis is None else x.reshape(like.shape) for x, (_, like), axis in whole)
 
     def changed(self, **arrays: Any) -> "Placed":
-        """The same with other arrays, or another seed, in the problem."""
+        """The same placed case with these arrays, or this `seed`, in its problem; cotangents stay."""
         problem = dataclasses.replace(self.inputs.problem, **arrays)
         return dataclasses.replace(self, inputs=dataclasses.replace(self.inputs, problem=problem))
 
@@ -186,7 +186,7 @@ def place(case: Case, placement: Placement, backend: str) -> Placed:
 
 
 def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Array, ...]], tuple[Any, Arrays]]:
-    """The outputs and every gradient, in one program."""
+    """Turns `everywhere` into one function that returns its outputs and the gradients of all operands."""
 
     def both(operands: Arrays, fixed: Arrays, cotangents: tuple[jax.Array, ...]) -> tuple[Any, Arrays]:
         outputs, pull = jax.vjp(lambda x: everywhere(x, fixed), operands)
@@ -196,7 +196,10 @@ def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Arr
 
 
 def run(placed: Placed, gradients: bool = True, local: Local | None = None) -> dict[str, np.ndarray]:
-    """The outputs and, by name, every gradient of one compiled call of `local`, in natural order."""
+    """Compiles and runs the case on its ranks; returns outputs and gradients by name, in natural order.
+
+    `local` replaces the call of one rank.
+    """
     everywhere = placed.everywhere(local)
     if not gradients:
         outputs = jax.jit(everywhere)(placed.operands, placed.fixed)
@@ -208,7 +211,7 @@ def run(placed: Placed, gradients: bool = True, local: Local | None = None) -> d
 
 
 def static_options(case: Case) -> dict[str, Any]:
-    """The keyword arguments of the case that are not arrays."""
+    """The case's keyword arguments of `ring_attention` that are not arrays, without those at their defaults."""
     sizes = case.block_size and {"q_blocksize": case.block_size, "kv_blocksize": case.block_size}
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,

@@ -13,14 +13,14 @@ from .results import Results
 from .wrong import Wrong
 
 NAME: Final = "ringattn_name"
-"""The property of a test report that carries the test's name to the process that reports."""
+"""The property of a test report that carries the test's `Name` from a worker to the main process."""
 COLLECTION: Final = "ringattn_collection"
-"""The entry of a worker's output with its collection."""
+"""The key in a worker's output under which the main process finds the worker's `Collection`."""
 PHASES: Final = ("setup", "call", "teardown")
 
 
 class Recorder:
-    """Registered in a run that uses the suite. In a worker of pytest-xdist it only collects."""
+    """The plugin of a run that uses the suite. In a worker of pytest-xdist it judges and writes nothing."""
 
     def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
         self.config, self.expected, self.backends = config, expected, backends
@@ -33,7 +33,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
-        """Keeps the tests of the tier. It runs before pytest or another plugin deselects tests."""
+        """Drops tests outside this run's tier, and records all tests of the suite before pytest deselects any."""
         report = yield
         if isinstance(collector, pytest.Module) and report.passed:
             tier = self.config.option.ringattn_tier
@@ -58,7 +58,7 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Keeps the workers of pytest-xdist: they collect, and all collect the same."""
+        """Remembers each worker of pytest-xdist: only workers collect tests, and every worker collects the same."""
         self.workers.append(node)
 
     @pytest.hookimpl(wrapper=True)
@@ -75,9 +75,13 @@ class Recorder:
         return done
 
     def told(self, error: pytest.ExceptionInfo[BaseException], test: str) -> str | None:
-        """What replaces the traceback: where the suite found wrong results, or an earlier test had the same error."""
+        """The text that replaces the traceback of a failure; `None` keeps the traceback.
+
+        Of a `Wrong` result it is the message. Of an error that an earlier test raised too, at the same place, it is the
+        name of that test.
+        """
         if isinstance(error.value, Wrong):
-            return str(error.value)  # where the suite raised it says nothing of the backend
+            return str(error.value)  # its traceback ends in the suite and never shows the backend
         first = self.causes.setdefault((error.exconly(), str(error.traceback[-1])), test)
         return None if first == test else f"{error.typename} as in {first}"
 
@@ -95,7 +99,7 @@ class Recorder:
         properties: Any = dict(report.user_properties)
         if NAME in properties and (report.when == "call" or not report.passed):
             _, before = self.tests.get(report.nodeid, (None, None))
-            if before != "failed":  # a later phase overwrites no failure
+            if before != "failed":  # an outcome of a later phase, such as teardown, must not replace a failure
                 self.tests[report.nodeid] = Name(*properties[NAME]), outcome_of(report)
         elif report.failed and report.when not in PHASES:
             self.crashed.append(report.nodeid)
@@ -137,7 +141,7 @@ class Recorder:
                 terminalreporter.write_line(line)
 
     def pytest_unconfigure(self, config: pytest.Config) -> None:
-        """Ends the run with one line for each backend, after all that pytest says."""
+        """Prints each backend's verdict in one line, after everything that pytest prints."""
         reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
         for name, backend in self.results["backends"].items():
             about = results.title(name, backend, self.results)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a run as plain data, whether they earn the certificate, and the lines that say so."""
+"""The results of a run as plain data, whether they earn the certificate, and the lines that report both."""
 
 import datetime
 import json
@@ -14,7 +14,7 @@ from typing import Any, Final
 from .tiers import RINGS
 
 FORMAT: Final = 4
-"""The version of the file: raised when a field is removed or changes its meaning, not when one is added."""
+"""The version of the results file: raised if a field is removed or changes its meaning, not if one is added."""
 DTYPES: Final = ("FLOAT32", "FLOAT16", "BFLOAT16")
 SPOILING: Final = {
     "failed": "failed",
@@ -24,16 +24,16 @@ SPOILING: Final = {
     "not_run": "not run",
     "crashed": "crashed the process",
 }
-"""The lists of a backend's tests that spoil the certificate, and what those tests did."""
+"""Per outcome that prevents the certificate even for one test: the words that reports use for it."""
 FAILING: Final = ("failed", "unexpected_pass", "unknown", "crashed")
-"""Those that are failures."""
+"""The outcomes in `SPOILING` that make the command exit with 1 (failed), not 3 (not certified)."""
 WORDS: Final = {"passed": "passed", "expected_failure": "failed as expected"} | SPOILING
 FEW: Final = 3
-"""The most names of a reason in the verdict."""
+"""How many names a verdict prints for one reason; it counts the rest."""
 LISTED: Final = 20
-"""The most test ids that are printed of a list; the file has all of them."""
+"""How many test ids of one list a run prints; the results file has all."""
 _COMPLETE: Final = (0, 1)
-"""The exit statuses of pytest runs that were completed."""
+"""The exit statuses with which pytest ends a complete run: all tests passed, or some failed."""
 _REPORTED: Final = ("jax", "jaxlib", "numpy", "ml-dtypes", "pytest", "pytest-xdist")
 _VARIABLES: Final = re.compile(r"RINGATTN_|JAX_|XLA_FLAGS$|XLA_PYTHON_CLIENT_PREALLOCATE$")
 _NAME: Final = re.compile(r"[\w.-]+")
@@ -43,7 +43,7 @@ Results = dict[str, Any]
 
 
 def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_status: int) -> Results:
-    """The whole file; `backends` has what `of_backend` gives. It decides on every certificate."""
+    """The content of the results file, with a certificate decided for each backend's results of `of_backend`."""
     import jax
     from ringattn_core.placement.platforms import platform_of
 
@@ -64,7 +64,7 @@ def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_sta
 
 
 def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collection[str]], reasons: Any) -> Results:
-    """What is known of one backend: by test its outcome, a key of `WORDS`; what did not run; and reasons to fail."""
+    """The results of one backend. `tests` gives an outcome (a key of `WORDS`) by test id, `lists` further test ids."""
     from ringattn_core.backends import discovery
     from ringattn_core.contract.features import Feature
 
@@ -90,7 +90,7 @@ def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collecti
 
 
 def judged(backend: Results, run: Results) -> Results:
-    """Decides on the certificate. Expected failures with a reason do not prevent it; they are listed with it."""
+    """Decides on one backend's certificate: given or not, and why not. Expected failures do not prevent it."""
     options, platform = run["options"], run["devices"]["platform"]
     found = [(len(backend[key]), what) for key, what in SPOILING.items() if backend[key]]
     reasons = [f"{count} test{'s' * (count > 1)} {what}" for count, what in found]
@@ -108,7 +108,7 @@ def judged(backend: Results, run: Results) -> Results:
 
 
 def lines(backend: Results, run: Results) -> list[str]:
-    """What the end of a run says of one backend, before the verdict."""
+    """The lines that the end of a run prints about one backend, before the verdict."""
     devices, found = run["devices"]["count"], []
     if devices < RINGS[-1]:
         found.append(f"rings of more than {devices} ranks were emulated by one device")
@@ -124,14 +124,14 @@ def lines(backend: Results, run: Results) -> list[str]:
 
 
 def title(name: str, backend: Results, run: Results) -> str:
-    """What the verdict is about."""
+    """The backend, devices, JAX version, date and seed that a verdict holds for, in one line."""
     of, options, jax = run["devices"], run["options"], run["versions"]["jax"]
     where = f"{of['count']} {of['kind']} with JAX {jax}, {run['date'][:10]}, seed {options['seed']}"
     return f"{name} {backend['version']} on {where}"
 
 
 def verdict(backend: Results) -> str:
-    """Whether the certificate is given, and why not."""
+    """The sentence that says whether the certificate is given, and if not, why."""
     certificate, expected = backend["certificate"], len(backend["expected_failure"])
     tier, why = f"the {certificate['tier']} tier", "; ".join(certificate["spoiled_by"])
     if certificate["given"]:
@@ -151,7 +151,7 @@ def _listed(what: str, tests: Collection[str]) -> list[str]:
 
 
 def write(path: Path, found: Results) -> None:
-    """The results as a file, whole or not at all."""
+    """Writes the results as JSON; an interrupted write leaves no incomplete file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
@@ -159,7 +159,7 @@ def write(path: Path, found: Results) -> None:
 
 
 def versions(more: Iterable[str] = ()) -> dict[str, str | None]:
-    """The versions of Python, of the suite's dependencies, of every `ringattn-*` distribution, and of some more."""
+    """Versions of Python, the suite's dependencies, all `ringattn-*` distributions and `more`; None: not installed."""
     installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions()}
     family = [name for name in installed if name.startswith("ringattn-")]
     names = dict.fromkeys([*_REPORTED, *sorted({*family, *more})])
@@ -172,7 +172,7 @@ def variables() -> dict[str, str]:
 
 
 def _required(distribution: str) -> list[str]:
-    """What a distribution requires, without extras."""
+    """The names of the distributions that a distribution requires, extras left out."""
     try:
         requirements = metadata.requires(distribution) or ()
     except metadata.PackageNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a run of the suite: pytest has them with the prefix `--ringattn-`, the command line without."""
+"""The options of a run of the suite: `--ringattn-NAME` in pytest, `--NAME` in the command `ringattn-conformance`."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ BACKEND: Final = "--ringattn-backend"
 
 
 def _factor(text: str) -> float:
-    """A positive number; raises ValueError otherwise."""
+    """The text as a positive, finite number; raises ValueError otherwise."""
     found = float(text)
     if not 0 < found < math.inf:
         raise ValueError(text)
@@ -58,5 +58,5 @@ def field(name: str) -> str:
 
 
 def in_pytest(values: dict[str, Any]) -> list[str]:
-    """The words of pytest's command line that give these options; `None` is left out."""
+    """The arguments of pytest's command line that set these options; options with value `None` are left out."""
     return [word for name, x in values.items() if x is not None for word in (f"--ringattn-{name}", str(x))]

@@ -14,13 +14,13 @@ TIERS: Final = {
     FULL: "every named case on one ring, and more mixtures of options, on rings of up to 8",
     EXHAUSTIVE: "every named case on every ring and in every layout, by optimised programs: hours on a laptop",
 }
-"""From the smallest to the largest. A test without a mark is in the full tier."""
+"""The tiers and what they run, from the smallest to the largest. A test without a mark is in the full tier."""
 
 MARK: Final = "ringattn_tier"
 
 
 def mark(tier: str | None, *ids: str) -> pytest.MarkDecorator:
-    """Puts a test, or only its parameters with these ids, into a tier; `None` keeps it out of all tiers."""
+    """Puts a test into a tier, or only its parameter sets with these ids; the tier `None` means that it never runs."""
     return getattr(pytest.mark, MARK)(tier, *ids)
 
 
@@ -29,13 +29,13 @@ core = mark(CORE)
 
 
 def contains(tier: str, own: str | None) -> bool:
-    """Whether `tier` holds the tests of the tier `own`."""
+    """Whether a run of `tier` includes a test whose own tier is `own`; never if that is `None`."""
     order = list(TIERS)
     return own is not None and order.index(own) <= order.index(tier)
 
 
 def tier_of(item: pytest.Item, parameters: str) -> str | None:
-    """The tier of a test, by its nearest mark; `parameters` is the id of its parameters without the backend."""
+    """The tier of a test, by its nearest mark for these `parameters` (pytest's id without the backend); else full."""
     for found in item.iter_markers(MARK):
         tier, *ids = found.args
         if not ids or parameters in ids:

@@ -13,25 +13,25 @@ from .oracle import Answer
 FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest absolute error of the output and of the lse."""
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
-"""Largest absolute error of a gradient, relative to its largest element or 0.1."""
+"""Largest absolute error of a gradient, as a multiple of its largest element (taken as at least 0.1)."""
 HALF_PARTIALS: Final = 2.0
 """The factor of half-precision tolerances for a backend with `half_partials`, whose results are rounded twice."""
 LOWER_PRECISION: Final = "bfloat16"
-"""The dtype whose tolerances hold for products of float32 at a lower precision than "highest"."""
+"""The dtype whose tolerances apply to calls with a `precision` below "highest"."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
 
 factor = 1.0
-"""By what this process multiplies every tolerance: an option of the command line."""
+"""The multiplier of every tolerance in this process, from the option `tolerance-factor`."""
 half_partials = False
 """Whether the backend under test declares `half_partials`."""
 
 
 def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncapped: float = 0.0) -> float:
-    """The largest absolute error that the specification allows, times the factor of this run.
+    """The largest absolute error that the specification allows, times the `factor` of this run.
 
-    A large score before the soft cap (`uncapped`) counts in float32. A score near zero is then the sum of products as
-    large as that, so it has their rounding error, and the cap passes the error on unchanged. In half precision the same
+    In float32 the largest score before the soft cap (`uncapped`) counts too: a score near zero may be a sum of products
+    that large, so it has their rounding error, and the cap does not shrink an error near zero. In half precision this
     error is far below the tolerance, because products are summed in float32.
     """
     score = max(largest, uncapped) if dtype == "float32" else largest
@@ -45,7 +45,7 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
 
 
 def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, where: str = "") -> None:
-    """Raises AssertionError unless every result in `got` is near the oracle's and has the right dtype."""
+    """Raises `Wrong` unless every result in `got` is within tolerance of the oracle's and has the right dtype."""
     faults = against_oracle(got, answer, dtype_of(case), case.value_gain)
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
@@ -61,8 +61,8 @@ def dtype_of(case: Case) -> str:
 def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: float = 1.0) -> list[str]:
     """A line for each result in `got` that is beyond its tolerance.
 
-    The tolerance of the output is in proportion to `values`, the size of the values, which is 1 in most cases. A result
-    in half precision beside inputs of float32, such as the gradient of a bias, has the tolerance of its dtype.
+    The tolerance of the output is multiplied by `values`, the case's `value_gain`. A result whose own dtype is half
+    precision, such as the gradient of a bfloat16 bias beside float32 inputs, has the tolerance of that dtype.
     """
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
@@ -75,7 +75,7 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
 
 
 def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
-    """A line for each result that was rounded to half precision: all its values are, and most exact values are not.
+    """A line for each result that a kernel rounded to half precision: its values all fit, most exact values do not.
 
     The gradient of a bias that is not broadcast is not judged: each of its entries is the derivative of one score,
     which kernels hold in the dtype of the inputs.

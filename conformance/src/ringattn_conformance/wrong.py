@@ -15,30 +15,30 @@ AXES: Final = {
     "dbias": ("batch row", "head", "query", "key"),
     "dslopes": ("head",),
 }
-"""What the axes of each result count."""
+"""What each axis of a result counts, in the words of failure messages."""
 LISTED: Final = 4
-"""The most places of an axis that are listed one by one."""
+"""How many indices of an axis a message lists one by one; of more it tells a pattern or the range."""
 
 
 class Wrong(AssertionError):
-    """A backend gives a wrong result. The message says all; where the suite raised it says nothing of the backend."""
+    """A backend gives a wrong result. The message says all: the traceback ends in the suite, not in the backend."""
 
 
 def fail_if(faults: Iterable[str], subject: str) -> None:
-    """Raises one failure that lists all faults; the plugin adds the line that runs the test alone."""
+    """Raises `Wrong` with all faults if there are any; the pytest plugin adds the command that repeats the test."""
     lines = [f"\n  {fault}" for fault in faults]
     if lines:
         raise Wrong(subject + "".join(lines))
 
 
 def told(name: str, options: Mapping[str, Any], where: str = "") -> str:
-    """A case and its options that differ from the defaults, in one line."""
+    """One line that names a case, `where` it ran, and its options that differ from the defaults."""
     differ = ", ".join(f"{option}={x!r}" for option, x in options.items())
     return f"case {name!r}{where and ' ' + where}" + (f": {differ}" if differ else "")
 
 
 def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """How far each element is off; infinite where NaN or an infinity is not in its place."""
+    """Absolute error of each element; infinite if only one side is NaN, or an infinity is unlike the other side."""
     seen = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
         error = np.where((seen == want) | (np.isnan(seen) & np.isnan(want)), 0.0, np.abs(seen - want))
@@ -46,9 +46,9 @@ def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: np.ndarray | None = None) -> list[str]:
-    """A line if `got` differs from `want`. NaN and infinities must stand in the same places.
+    """One line on the differences beyond the tolerance, or none. NaN and infinities must be in the same places.
 
-    `empty` are the rows `[B, N, T]` that see no key: a NaN there is named as such.
+    `empty[B, N, T]` marks rows that see no key: the line says so if all NaN are in such rows.
     """
     got = np.asarray(got)
     if got.shape != want.shape:
@@ -66,7 +66,7 @@ def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: n
 
 
 def places(name: str, wrong: np.ndarray) -> str:
-    """The places of the wrong elements along each axis where not all are wrong."""
+    """The indices of wrong elements along each axis, in words; an axis is left out if all its indices have some."""
     found = []
     for number, axis in enumerate(AXES.get(name, ())[: wrong.ndim]):
         at = np.flatnonzero(wrong.any(tuple(other for other in range(wrong.ndim) if other != number)))
@@ -76,7 +76,7 @@ def places(name: str, wrong: np.ndarray) -> str:
 
 
 def _pattern(axis: str, at: np.ndarray, length: int) -> str:
-    """The places in words, such as "queries 37..", "every 64th key from 63 on", "head 3"."""
+    """The indices `at` of an axis in words, such as "queries 37..", "every 64th key from 63 on", "head 3"."""
     first, last = int(at[0]), int(at[-1])
     steps = set(np.diff(at).tolist())
     many = "queries" if axis == "query" else f"{axis}s"

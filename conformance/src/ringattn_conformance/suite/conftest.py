@@ -11,7 +11,7 @@ from ringattn_core.backends import discovery
 from ringattn_conformance import devices, tiers, tolerances
 
 OPTIMISED: Final = "test_numerics"
-"""The module that tests the program as users compile it."""
+"""The module whose tests always run with XLA's full optimisation, as users compile."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block kernel without a ring continues from earlier keys, and its gradients are the oracle's."""
+"""Calls block kernels without a ring: a second block continues from the first one's result, as the oracle says."""
 
 import dataclasses
 from typing import Any
@@ -26,21 +26,21 @@ from ringattn_conformance.ranks import static_options
 
 SHARDS = 2
 NEEDS = frozenset({Feature.GRADIENTS, Feature.CROSS_LENGTHS})
-"""A block has all queries and half of the keys."""
+"""CROSS_LENGTHS, because a block has all queries but only half of the keys."""
 _OF_KEYS = axes_with(Gradients, "S")
-"""The gradients that each block gives for its own keys. The others are sums over the blocks."""
+"""The gradients with a key axis, and that axis: each block gives its own keys' part. The rest is summed over blocks."""
 CHOSEN = tuple(case for case in CASES if case.sinks is None and case.kv_length % SHARDS == 0)
 
 
 def _kernel(backend: str) -> BlockKernel | None:
-    """The backend's block kernel; `None` for a ring function, and for a kernel that needs the blocks of a ring."""
+    """The backend's block kernel; `None` for a ring function, and for a kernel with `static_masks`."""
     registration = discovery.get(backend)
     kernel = registration.implementation() if registration.descriptor().kernel else None
     return None if getattr(kernel, "static_masks", False) else kernel
 
 
 def _blocks(case: Case, shards: int) -> list[Block]:
-    """All queries against each of `shards` equal shards of the keys, made by core's ring engine."""
+    """One block for each of `shards` equal parts of the keys, with all queries; made by core's ring engine."""
     options, inputs = static_options(case), case.inputs
     config = options.pop("cfg", RingAttentionConfig())
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}

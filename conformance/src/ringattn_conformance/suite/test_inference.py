@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries at the end of a longer sequence match the oracle: with `query_offset`, in prefill and in decoding."""
+"""Results for queries at the end of a longer sequence are the oracle's: `query_offset`, prefill and decoding."""
 
 import dataclasses
 from typing import Any, Final
@@ -19,14 +19,14 @@ from ringattn_conformance.outcomes import agrees
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, static_options
 
 LENGTHS: Final = np.array([45, 11])
-"""The tokens of each row of a cache with room for 48. In the second row some of 16 queries have negative positions."""
+"""The tokens in each batch row of a cache with room for 48. With 16 queries, row 1 has some negative positions."""
 QUERIES: Final = 16
 CASES: Final = {entry["name"]: of_entry(entry) for entry in ENTRIES["cache"]}
 RINGS: Final = (4, 2, 8, 1)
 
 
 class WholeQueries(Placed):
-    """Every rank of the ring has all queries and all of the result, as in decoding."""
+    """A placed case in which the ring splits the keys only: every rank has all queries and the whole result."""
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         split = super().spec(name, shape)
@@ -42,7 +42,7 @@ def _placed(name: str, backend: str, tokens: int = QUERIES) -> Placed:
 
 
 def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
-    """The call of one rank, `local(arrays)`, gives what the oracle gives for the last tokens of each row."""
+    """Asserts that one rank's call, `local(operands)`, agrees with the oracle on queries at the end of each row."""
     tokens = placed.case.q_length
     problem = dataclasses.replace(placed.inputs.problem, q_positions=LENGTHS[:, None] - tokens + np.arange(tokens))
     agrees(placed, gradients, needs=[Feature.POSITIONS], local=lambda operands, fixed: local(operands), problem=problem)
@@ -67,7 +67,7 @@ def test_an_offset_places_queries_in_a_longer_sequence(ringattn_backend: str, na
 @tiers.mark(tiers.CORE, "plain")
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str):
-    """It has no gradients, and needs a kernel of one block."""
+    """Prefill with `send="queries"` has no gradients, and runs only for backends with a block kernel."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
         placed = _placed(name, ringattn_backend)
         _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="queries"), gradients=False)
@@ -77,7 +77,7 @@ def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_decoding_from_a_cache(ringattn_backend: str, tokens: int, name: str):
-    """One new token, or a few. Keys stay where they are, so it needs a kernel of one block."""
+    """Decodes 1 or 3 new tokens. Keys stay on their ranks, so it runs only for backends with a block kernel."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
         placed = _placed(name, ringattn_backend, tokens)
         whole = WholeQueries(placed.case, placed.placement, placed.backend, placed.inputs)

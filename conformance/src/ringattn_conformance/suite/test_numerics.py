@@ -18,9 +18,9 @@ NEEDS = frozenset({Feature.GRADIENTS})
 ROUNDED = Case("rms", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, dtype="bfloat16", causal=True)
 RMS_GROWTH = 1.1
 RMS_OF_ROUNDING = 1.8
-"""The largest error on one device, by that of the exact result rounded to bfloat16. It is 1.6 where probabilities and
-derivatives of the scores are rounded before they are multiplied, and 2 or more in `dk` and `dv` where the products
-of six tiles are summed in bfloat16."""
+"""The largest RMS error on one device, as a multiple of the RMS error of the exact result rounded to bfloat16. A kernel
+that rounds probabilities and score derivatives before it multiplies them has 1.6; one that sums the products of six
+tiles in bfloat16 has 2 or more in `dk` and `dv`."""
 POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments="packed", heads=4, kv_heads=2)
 IN_PADDING = {
     "q": (1e3, -300.0),
@@ -29,7 +29,7 @@ IN_PADDING = {
     "dout": (np.nan, -3e38),
     "dlse": (np.nan, 3e38),
 }
-"""What every other token of the padding holds, and what the rest of it holds."""
+"""By array: the value in every other padding token, and the value in the remaining padding tokens."""
 LOWEST = float(np.finfo(np.float32).min)
 FORBIDDING = (0.0, -2e5, -1e9, LOWEST, -np.inf)
 LOW: dict[str, tuple[int, tuple[float, ...], dict[str, Any]]] = {
@@ -40,7 +40,7 @@ LOW: dict[str, tuple[int, tuple[float, ...], dict[str, Any]]] = {
     "sinks-ring2": (2, FORBIDDING, {"bias": "T", "sinks": "head"}),
     "allowed-ring2": (2, (0.0, -9e4, -2e5), {"bias": "T"}),
 }
-"""The ring, the biases that rows take by turns (or keys, if all rows share the bias), and other options of the case."""
+"""The ring size, the biases that rows take by turns (keys, if all rows share one bias), and the case's options."""
 SPOT = (1, 20, 1, 3)
 """Batch row, token, head and component of the one non-finite value."""
 
@@ -81,7 +81,7 @@ def _beyond(errors: dict[str, float], least: dict[str, float], most: float, wher
 
 
 def _of_one_sign(placed: Placed, operand: str) -> Placed:
-    """What the bad value is multiplied with is positive, so that an infinity makes scores of +inf, never of -inf."""
+    """Makes what a bad value in `q` or `k` is multiplied with positive, so that an infinity gives scores of +inf."""
     other = {"q": "k", "k": "q"}.get(operand)
     if other is None:
         return placed
@@ -97,7 +97,7 @@ def _poisoned(placed: Placed, operand: str, value: float) -> Placed:
 
 
 def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray, np.ndarray]:
-    """`[B, T, N]`: the queries that are or see the bad token; `[B, S, K]`: the keys that any of these sees."""
+    """`[B, T, N]`: the queries that hold the bad value or see its key; `[B, S, K]`: the keys that any of these sees."""
     visible = oracle.visible(inputs.problem)
     batch, token, head, _ = SPOT
     group = case.heads // case.kv_heads
@@ -115,9 +115,9 @@ def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray
 @pytest.mark.parametrize("poison", ["nan", "inf"])
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str, operand: str, poison: str):
-    """Rows that see it are non-finite, forward and backward, and so is dk of the keys that such rows see.
+    """Queries that hold or see the value have non-finite out, lse and dq; keys that such a query sees, non-finite dk.
 
-    It may reach others too, but what is finite is right. dv may stay finite, and for a value the lse too.
+    Exempt are dv, and the lse if the value is in `v`. Other elements may be non-finite too; all finite ones are right.
     """
     case = declared(ringattn_backend, POISONED)
     layout = "zigzag" if operand == "k" and supports(ringattn_backend, Feature.ZIGZAG) else "contiguous"
@@ -138,7 +138,7 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str
 
 
 def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, exempt: bool) -> list[str]:
-    """The rows of `bad` that are finite, and the other elements that are finite and wrong."""
+    """Faults: rows of `bad` that are finite, unless `exempt`, and finite elements elsewhere that are wrong."""
     want = {"out": answer.out, "lse": answer.lse, **answer.gradients}[name]
     hidden = bad & np.isfinite(got).reshape(*bad.shape, -1).all(-1) & ~np.array(exempt)
     at = np.argwhere(hidden).tolist()
@@ -152,7 +152,7 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
 @tiers.core
 @pytest.mark.parametrize("name", ["garbage", "garbage-bfloat16"])
 def test_what_padding_holds_harms_nobody(ringattn_backend: str, name: str):
-    """Padding holds large numbers, and half of that of cotangents NaN; results are those of ordinary padding."""
+    """Padding holds large numbers, in half of its cotangents NaN; results are as with ordinary padding."""
     case = declared(ringattn_backend, NAMED[name], Feature.SEGMENT_IDS)
     placed = place(case, Placement(2), ringattn_backend)
     problem, inputs = placed.inputs.problem, placed.inputs
@@ -171,7 +171,7 @@ def test_what_padding_holds_harms_nobody(ringattn_backend: str, name: str):
 @tiers.mark(tiers.CORE, "rows-ring1", "rows-ring2", "rows-ring8", "allowed-ring2")
 @pytest.mark.parametrize("name", LOW)
 def test_a_bias_below_minus_100000_forbids_as_minus_infinity_does(ringattn_backend: str, name: str):
-    """A row whose every bias is that low sees no key; one whose every bias is -9e4 sees its keys as any other row."""
+    """A row with all biases below -1e5 sees no key; a row with all biases at -9e4 sees its keys as usual."""
     ring, biases, options = LOW[name]
     case = Case("low-bias", lse=True, causal=True, **options)
     placed = place(case, Placement(ring), ringattn_backend)
@@ -180,7 +180,7 @@ def test_a_bias_below_minus_100000_forbids_as_minus_infinity_does(ringattn_backe
     by_turns = np.array(biases, np.float32).astype(bias.dtype)[np.arange(bias.shape[3 if shared else 2]) % len(biases)]
     bias[:] = by_turns if shared else by_turns[:, None]
     if not shared:
-        bias[:, :, 7::12, 3] = 0.5  # one key of such a row is as usual
+        bias[:, :, 7::12, 3] = 0.5  # in some rows one key keeps an ordinary bias
     placed = placed.changed(bias=bias)
     agrees(placed, gradients=True, problem=placed.inputs.problem)
 
@@ -194,7 +194,7 @@ def test_products_of_float32_are_exact_whatever_the_default_precision(ringattn_b
 
 
 def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
-    """Several tiles, grouped heads and a bias: loop counters may have 64 bits where indices have 32."""
+    """With several tiles, grouped heads and a bias, where loop counters become 64-bit but indices stay 32-bit."""
     case = Case(
         "wide", q_length=400, kv_length=400, head_dim=8, value_dim=8, heads=4, kv_heads=1, bias="T", causal=True
     )

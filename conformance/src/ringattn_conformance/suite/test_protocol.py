@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The descriptor imports nothing heavy and is well formed, and the implementation is what it says."""
+"""A backend's descriptor imports no kernel and is well formed, and its implementation is what it declares."""
 
 import os
 import subprocess

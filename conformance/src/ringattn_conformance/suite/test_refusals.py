@@ -16,7 +16,7 @@ OF_LAYOUTS = {Feature.ZIGZAG: "zigzag", Feature.STRIPED: "striped"}
 
 
 def _call(feature: Feature, backend: str) -> Placed:
-    """The call that needs the feature and fewest others, in a dtype that the backend declares."""
+    """A call that needs `feature` and as few other features as possible, in a dtype that the backend declares."""
     wanted = [case for case in CASES if feature in case.needs and feature not in OF_LAYOUTS]
     case = min(wanted, key=lambda case: len(case.needs), default=Case("short"))
     dtypes = [name for name in DTYPES if supports(backend, Feature[name.upper()])]

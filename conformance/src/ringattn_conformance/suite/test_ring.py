@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output, lse and gradients are the oracle's: for one option, many at once, and values from the whole range of each."""
+"""Output, lse and gradients are the oracle's, for options alone and together, over the whole range of their values."""
 
 import pytest
 from ringattn_core.backends import discovery
@@ -25,6 +25,6 @@ def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
 @tiers.core
 @pytest.mark.parametrize(("name", "strategy"), [("gqa", "all_gather"), ("causal-bfloat16", "ulysses")])
 def test_keys_may_be_gathered_at_once_and_heads_exchanged_for_tokens(ringattn_backend: str, name: str, strategy: str):
-    """Core asks a backend's own ring function for no other strategy."""
+    """Block kernels only: core calls a backend's own ring function for no strategy but "ring"."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
         agrees(place(NAMED[name], Placement(2, "zigzag", strategy=strategy), ringattn_backend))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under JAX's transformations and in meshes of several axes the numbers stay the same."""
+"""Results stay the same under JAX's transformations and in meshes of several axes."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ NEEDS = frozenset({Feature.GRADIENTS})
 
 
 def _loss(placed: Placed, local: Any = None) -> Any:
-    """A scalar function whose gradients are those of the case."""
+    """The scalar function <outputs, cotangents>, so that its gradients are those that the oracle computes."""
     everywhere = placed.everywhere(local)
 
     def loss(operands: Arrays) -> jax.Array:
@@ -83,7 +83,7 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
 @tiers.mark(tiers.CORE, "checked")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
-    """With `check_vma` the gradient of a replicated input is the sum over ranks; without, each rank has its part."""
+    """With `check_vma` JAX sums the gradient of a replicated input over ranks; without, each rank gets its own part."""
     placed = place(declared(ringattn_backend, SHARED), Placement(4, check_vma=check_vma), ringattn_backend)
     if placed.placement.emulated:
         return
@@ -120,14 +120,14 @@ def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, placement
 
 
 def _examples(backend: str) -> list[Placed]:
-    """Two calls that differ in their arrays and seeds and share the sinks."""
+    """Two placed cases that share the sinks and differ in all other arrays and in the seed."""
     one = place(SHARED, Placement(2), backend)
     other = place(dataclasses.replace(SHARED, name="shared-too"), Placement(2), backend)
     return [one, other.changed(sinks=one.inputs.problem.sinks, seed=7)]
 
 
 def _per_example(order: str, examples: list[Placed]) -> Arrays:
-    """The gradients of both examples in one program; of the sinks for each, or already summed."""
+    """The gradients of both examples in one program; that of the sinks summed for "grad-of-vmap", else per example."""
     first = examples[0]
     operands = {n: jnp.stack([one.operands[n] for one in examples]) for n in first.operands if n != "sinks"}
     fixed = {n: jnp.stack([one.fixed[n] for one in examples]) for n in first.fixed}

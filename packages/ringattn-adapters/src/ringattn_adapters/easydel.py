@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RingAttn.forward_native` of EasyDeL, by ringattn. EasyDeL is imported when the function runs."""
+"""A replacement for `RingAttn.forward_native` of EasyDeL. EasyDeL is imported only when the function runs."""
 
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from .masks import with_masks
 from .options import refuse
 
 HINTS: Final = ("deterministic", "dropout_rng", "prevent_cse", "policy", "cache_metadata")
-"""What EasyDeL passes to every operation and what changes no result without dropout, a cache or its kernels."""
+"""Arguments that EasyDeL passes to every operation; without dropout or a cache they change no result: ignored."""
 
 
 def forward_native(
@@ -34,7 +34,7 @@ def forward_native(
     """Computes `RingAttn.forward_native` for training, over the mesh axes that the operation's metadata names.
 
     Assign it to the class: models with `attn_mechanism="ring"` then call it. EasyDeL's own function turns a dense mask
-    into segment ids and ignores what it does not know; here the mask stays dense, and the rest is refused.
+    into segment ids and ignores unknown arguments; here the mask stays dense, and unknown arguments are refused.
     """
     from easydel.operations import AttentionOutput  # pyright: ignore[reportMissingImports]
 
@@ -61,7 +61,7 @@ def forward_native(
 
 
 def _arrays_of(mask_info: Any) -> dict[str, Any]:
-    """The arrays that an ejkernel `MaskInfo` was made of. Its properties would turn a mask into ids, which say less."""
+    """The arrays that an ejkernel `MaskInfo` was made of. (Its properties would turn a dense mask into segment ids.)"""
     mask = mask_info._attention_mask
     options = {"attention_mask": None if mask is None else mask.astype(bool)}
     options |= {"q_segment_ids": mask_info._q_segment_ids, "kv_segment_ids": mask_info._kv_segment_ids}

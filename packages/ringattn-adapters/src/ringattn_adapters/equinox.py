@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`equinox.nn.MultiheadAttention` over a ring, with or without a batch axis."""
+"""A module like `equinox.nn.MultiheadAttention`, over a ring, with or without a batch axis."""
 
 import numbers
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from ringattn_core.errors import InputError
 from .options import OPTIONS, as_array, checked, drawn, dropout_options, dtype_of, errors_in_terms_of, integers
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
-"""Equinox's names for options of `ring_attention` that the module itself passes."""
+"""Options of `ring_attention` that the module sets itself, with the names of Equinox's arguments for them."""
 ARRAYS: Final = (
     "softmax_aux", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "query_offset", "alibi_slopes",
 )  # fmt: skip
-"""The options of `ring_attention` that are arrays: a call takes them, and the constructor takes all others."""
+"""The options of `ring_attention` that are arrays. The module's call takes these, its constructor all others."""
 SETTINGS: Final = tuple(name for name in OPTIONS if name not in ARRAYS)
 
 
@@ -105,9 +105,9 @@ class RingMultiheadAttention(eqx.Module):
         process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
         **arrays: Any,
     ) -> Float[Array, "*B T o_size"]:
-        """As in Equinox, with or without a batch axis; `process_heads` gets [*B, length, heads, head size].
+        """Attends as in Equinox, with or without a batch axis; `process_heads` gets [*B, length, heads, head size].
 
-        A mask is [T, S], [N, T, S] or [B, N, T, S], where a batch or a head may be 1.
+        A mask is [T, S], [N, T, S] or [B, N, T, S], true where a query sees a key; B and N may be 1.
         """
         inputs = {name: x for name, x in checked(arrays, RENAMED, ARRAYS).items() if x is not None}
         named = {"query": query, "key_": key_, "value": value}
@@ -141,7 +141,7 @@ class RingMultiheadAttention(eqx.Module):
 
 
 def _size(argument: str, x: Any, default: int | None = None) -> int:
-    """`x`, or the default where it is `None`, as a Python integer; raises unless it is an integer of 1 or more."""
+    """`x` as a Python integer, or the default if `x` is `None`; raises unless it is an integer of 1 or more."""
     x = default if x is None else x
     if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < 1:
         raise InputError(argument, f"got {x!r}", "It needs an integer of 1 or more")
@@ -149,7 +149,7 @@ def _size(argument: str, x: Any, default: int | None = None) -> int:
 
 
 def _heads(argument: str, x: jax.Array, projection: eqx.nn.Linear, heads: int) -> jax.Array:
-    """The projection of every token, cut into heads."""
+    """Projects every token and cuts the result into heads, `[..., heads, head size]`."""
     if x.shape[-1] != projection.in_features:
         raise InputError(
             argument, f"has shape {x.shape}", f"Its last axis must be the {projection.in_features} of the layer"
@@ -158,7 +158,7 @@ def _heads(argument: str, x: jax.Array, projection: eqx.nn.Linear, heads: int) -
 
 
 def _three_arrays(result: Any) -> tuple[jax.Array, ...]:
-    """What `process_heads` returned, as arrays."""
+    """The query, key and value heads that `process_heads` returned, as arrays; raises unless they are three."""
     try:
         found = tuple(result)
     except TypeError:

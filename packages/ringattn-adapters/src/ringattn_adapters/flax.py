@@ -17,19 +17,19 @@ from .masks import with_masks
 from .options import as_array, checked, dropout_options, dtype_of, errors_in_terms_of, refuse
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
-"""Flax's names for options of `ring_attention` that its layers pass."""
+"""Options of `ring_attention` that Flax's layers pass, with Flax's names for them."""
 
 NAMES: Final = ("query", "key", "value")
 
 
 def ring_attention_fn(**options: Any) -> Callable[..., jax.Array]:
-    """An `attention_fn` for `nn.MultiHeadDotProductAttention` and `nnx.MultiHeadAttention`.
+    """Makes an `attention_fn` for `nn.MultiHeadDotProductAttention` and `nnx.MultiHeadAttention`.
 
-    It takes the options of `ring_attention`. Attention is causal with the option `causal=True`, or if the layer passes
+    The options are those of `ring_attention`. Attention is causal with the option `causal=True`, or if the layer passes
     `is_causal`. Key heads may be fewer than query heads, and there may be any number of leading batch axes. A mask that
     is equal for all heads and queries takes memory proportional to the length. Any other mask that Flax passes takes
-    memory proportional to its square, also a causal mask: use `causal=True` instead. The layer's key seeds dropout, but
-    ringattn's random bits differ from Flax's.
+    memory proportional to the length squared, also a causal mask: use `causal=True` instead. The layer's key
+    seeds dropout, but ringattn's random bits differ from Flax's.
     """
     settings = checked(options, RENAMED)
 
@@ -108,7 +108,7 @@ def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[
 
 
 def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
-    """The sizes of the leading batch axes; raises unless query, key and value have the same."""
+    """The sizes of the leading batch axes; raises unless query, key and value have the same sizes."""
     for name, x in zip(NAMES, (q, k, v), strict=True):
         if x.ndim < 3:
             raise InputError(name, f"has shape {x.shape}", "Its axes are (*batch, length, heads, head size)")

@@ -18,7 +18,7 @@ RENAMED: Final = {"attention_mask": "mask"}
 
 
 class Roles(NamedTuple):
-    """The names of the axes of a call, by what they mean. `groups` are the query heads that share a key head."""
+    """The axis names of a call, by their meaning. `groups` are the axes of query heads that share one key head."""
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
@@ -30,7 +30,7 @@ class Roles(NamedTuple):
     def array(self, argument: str, x: Any, order: Sequence[Sequence[str]]) -> jax.Array:
         """The array of `x` with one axis for each entry of `order`, which names the axes that are flattened into it.
 
-        Where `x` has none of these names, the axis has length 1; where it has some, `x` is broadcast to the others.
+        If `x` has none of an entry's names, that axis has length 1; if only some, `x` is broadcast to the others.
         """
         names = [axis.name for axis in x.axes]
         known = [name for part in order for name in part]
@@ -42,7 +42,7 @@ class Roles(NamedTuple):
         return jnp.broadcast_to(array, list(chain(*full))).reshape([math.prod(part) for part in full])
 
     def rows(self, argument: str, x: Any, *order: Sequence[str]) -> jax.Array:
-        """The same with the batch as the first axis, broadcast to its size."""
+        """Like `array`, with the batch as first axis, to which `x` is broadcast."""
         array = self.array(argument, x, (self.batch, *order))
         return jnp.broadcast_to(array, (math.prod(self.sizes[name] for name in self.batch), *array.shape[1:]))
 
@@ -61,7 +61,7 @@ def dot_product_attention(
     QPos: Any = None,
     **ring: Any,
 ) -> Any:
-    """Computes haliax's `dot_product_attention`; the result has the axes of the query, with those of the value's size.
+    """Computes haliax's `dot_product_attention`; the result has the query's axes, the head size being the value's.
 
     It also takes the options of `ring_attention`. Of the axes that query and key share, the first is the batch, and the
     others are key heads; axes of the query alone are the query heads that share a key head. If there are any, `QPos`

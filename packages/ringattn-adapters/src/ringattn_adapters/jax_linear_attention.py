@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`context_parallel_attention` of jax-linear-attention, by ringattn. This module does not import that library."""
+"""A replacement for `context_parallel_attention` of jax-linear-attention, without importing that library."""
 
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ RENAMED: Final = {
     "q_segment_ids": "segment_ids", "kv_segment_ids": "segment_ids", "backend": "implementation",
     "sliding_window": "sliding_window", "strategy": "strategy", "mesh": "mesh", "causal": "nothing: it is causal",
 }  # fmt: skip
-"""The names that the library has for options of `ring_attention`."""
+"""Options of `ring_attention`, with the names that jax-linear-attention has for them."""
 
 
 def context_parallel_attention(
@@ -35,10 +35,10 @@ def context_parallel_attention(
     block_q: int | None = None,
     **ring: Any,
 ) -> jax.Array:
-    """Computes what the library's function computes: causal attention over `axis`, `sliding_window` keys at most.
+    """Causal attention over `axis` to at most `sliding_window` keys, as jax-linear-attention computes it.
 
     It also takes the options of `ring_attention`. Arrays stay in contiguous order, so `load_balance`, which changes no
-    result, has no effect; `layout="zigzag"` says that the data is in that order. `implementation` names a backend.
+    result, has no effect; `layout="zigzag"` says that the arrays are in zigzag order. `implementation` names a backend.
     """
     refuse({"block_q": block_q}, "Leave it out, or pass cfg= with sizes of the backend")
     window = None if sliding_window is None else (sliding_window - 1, 0)

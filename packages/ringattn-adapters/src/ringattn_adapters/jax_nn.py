@@ -21,7 +21,7 @@ RENAMED: Final = {
     "backend": "implementation",
     "return_lse": "return_residual",
 }
-"""The names that `jax.nn` has for options of `ring_attention`."""
+"""Options of `ring_attention`, with the names that `jax.nn` has for them."""
 
 
 def dot_product_attention(
@@ -47,9 +47,9 @@ def dot_product_attention(
     `jax.shard_map`, arrays are local; bias and mask then have this rank's rows and all columns, and sequence lengths
     count the whole sequence. `implementation` names a ring backend, or several to try in order.
 
-    A query that sees no key gets the output 0 and the residual -inf; `jax.nn` gives it the mean of all values. As in
-    `jax.nn`, the residual is [B, T, N] in the dtype of the key and has no gradient. `ring_attention(return_lse=True)`
-    returns it in float32, with a gradient.
+    A query that sees no key gets the output 0 and the residual -inf; in `jax.nn` its output is the mean of all values.
+    As in `jax.nn`, the residual is [B, T, N] in the dtype of the key and has no gradient.
+    `ring_attention(return_lse=True)` returns the log-sum-exp in float32, with a gradient.
     """
     options = checked(ring, RENAMED)
     q, k, v = (_four_axes(name, x) for name, x in (("query", query), ("key", key), ("value", value)))

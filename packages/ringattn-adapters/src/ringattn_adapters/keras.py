@@ -26,8 +26,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """Computes what Keras' function computes, with its names, order and defaults, and takes options for the ring.
 
-    `functools.partial` names the ring. Query, key, value and bias are promoted to one dtype, as in Keras.
-    `flash_attention=True` asks for a kernel of Keras and is refused; `backend` names one of the ring.
+    Set the ring's axis with `functools.partial`. Query, key, value and bias are promoted to one dtype, as in Keras.
+    `flash_attention=True` asks for a kernel of Keras and is refused; `backend` names a backend of ringattn.
     """
     refuse({"flash_attention": flash_attention}, "Leave it out; `backend` names a kernel of the ring")
     arrays = [as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]

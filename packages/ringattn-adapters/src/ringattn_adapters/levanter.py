@@ -11,7 +11,7 @@ from .options import checked, dropout_options, refuse
 TRANSLATED: Final = (
     "is_causal", "causal_offset", "explicit_mask", "segment_ids", "sliding_window", "bidirectional_window",
 )  # fmt: skip
-"""The fields of Levanter's `AttentionMask` that have a counterpart here; any other that is set is refused."""
+"""The fields of Levanter's `AttentionMask` that `ring_attention` can express; a mask that sets any other is refused."""
 OF_LEVANTER: Final = RENAMED | {
     "logits_soft_cap": "logits_soft_cap", "softmax_scale": "scaling_factor", "softmax_aux": "attn_sink",
     "dropout_prob": "dropout", "dropout_seed": "prng",
@@ -43,8 +43,9 @@ def dot_product_attention(
 ) -> Any:
     """Computes Levanter's `dot_product_attention`, with an `AttentionMask` or a named array as `mask`.
 
-    It also takes the options of `ring_attention`; `functools.partial` names the ring. What chooses one of Levanter's
-    kernels is refused, and so is a bias beside a soft cap, which Levanter adds before it caps.
+    It also takes the options of `ring_attention`; Set the ring's axis and mesh with `functools.partial`. Arguments
+    that choose one of Levanter's kernels are refused; so is a bias with a soft cap: Levanter adds the bias before the
+    cap, ringattn after it.
     """
     kernel = {"use_flash": use_flash is False, "flash_block_size": flash_block_size}
     kernel["attn_backend"] = None if attn_backend == "default" else attn_backend

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How lengths, masks and biases of other libraries reach `ring_attention`: as segment ids where they hide whole tokens.
+"""Converts lengths, masks and biases of other libraries to options of `ring_attention`.
 
-Segment ids take memory proportional to the length, a dense mask to its square.
+Lengths, and masks that hide whole tokens, become segment ids, which take memory proportional to the length; a dense
+mask takes memory proportional to the length squared.
 """
 
 import math
@@ -20,17 +21,17 @@ SEGMENT_IDS: Final = ("q_segment_ids", "kv_segment_ids")
 
 
 class Ring(NamedTuple):
-    """The ranks that split the sequence of a call. `rank` is this one, or `None` where arrays are global."""
+    """How ranks split the sequence of a call. `rank` is this rank's number, or `None` if arrays are global."""
 
     ranks: int
     rank: jax.Array | int | None
 
     def whole(self, length: int) -> int:
-        """The length of the whole sequence, from that of an array of the call."""
+        """The length of the whole sequence, from `length`, that of an array in the call."""
         return length if self.rank is None else length * self.ranks
 
     def shard(self, x: Bool[Array, "b S_global"], layout: str) -> Bool[Array, "b S"]:
-        """The entries of the tokens that an array of the call holds, in the order of the layout."""
+        """The entries of `x`, over the whole sequence, for the tokens of the call's arrays, in layout order."""
         ordered = to_layout(x, layout, self.ranks, axis=-1)
         if self.rank is None:
             return ordered
@@ -46,11 +47,11 @@ def with_masks(
     mask: Bool[Array, "b n t s"] | None,
     lengths: tuple[Int[Array, " B"] | None, Int[Array, " B"] | None] = (None, None),
 ) -> dict[str, Any]:
-    """The options of a call, and those that say what a bias, a mask and the lengths of queries and keys say.
+    """`options`, extended by the options of `ring_attention` that express a bias, a mask and lengths.
 
     A bias and a mask broadcast. A mask that is equal for all heads and queries hides keys, as lengths do: by a negative
-    segment id. Other tokens keep the ids of the options. Lengths and a mask of keys are those of the whole sequence, in
-    natural order, also where arrays are local.
+    segment id. Tokens that stay visible keep their ids from `options`. Lengths and a mask of keys are those of the
+    whole sequence, in natural order, even if arrays are local.
     """
     found, ring = dict(options), _ring(options, query)
     batch, sizes = query.shape[0], (query.shape[1], key.shape[1])
@@ -78,13 +79,13 @@ def with_masks(
 
 
 def _broadcast(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Broadcasts an axis of queries or keys of length 1 to `rows` and `columns`; `ring_attention` checks others."""
+    """Broadcasts the last two axes, if of length 1, to `rows` queries and `columns` keys; other lengths stay."""
     lengths = (full if n == 1 else n for n, full in zip(x.shape[2:], (rows, columns), strict=True))
     return jnp.broadcast_to(x, (*x.shape[:2], *lengths))
 
 
 def _ring(options: Mapping[str, Any], query: jax.Array) -> Ring:
-    """Arrays are local where a `shard_map` or a `vmap` binds the names of the ring, and else global."""
+    """The `Ring` of a call: arrays are local if a `shard_map` or `vmap` binds the ring's axis names, else global."""
     axis = options.get("axis_name")
     names = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else () if axis is None else (axis,)
     try:

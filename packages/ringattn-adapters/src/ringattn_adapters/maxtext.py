@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AttentionOp.apply_attention` of MaxText, over the mesh axes of its context. This module does not import MaxText."""
+"""A replacement for `AttentionOp.apply_attention` of MaxText, over its mesh axes, without importing MaxText."""
 
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from ringattn_core import ring_attention
 from .options import checked, refuse
 
 TYPES: Final = ("global", "mla", "local_sliding", "chunk", "full")
-"""The values of `AttentionType` that have a counterpart here."""
+"""The values of MaxText's `AttentionType` that `ring_attention` can express."""
 OF_THE_LAYER: Final[dict[str, str]] = dict.fromkeys(
     ("causal", "sliding_window", "chunk_size", "softmax_scale", "logits_soft_cap", "softmax_aux", "strategy", "mesh",
      "axis_name", "batch_axis_name", "head_axis_name", "layout", "q_segment_ids", "kv_segment_ids"),
@@ -43,9 +43,9 @@ def apply_attention(
 ) -> tuple[jax.Array, None, None]:
     """Computes `AttentionOp.apply_attention` for training and prefill, whatever `attention_kernel` says.
 
-    Assign it to the class. Mesh axes, strategy, order, window, chunk and soft cap come from the layer and its
+    Assign it to the class. Mesh axes, strategy, layout, window, chunk and soft cap come from the layer and its
     configuration; `functools.partialmethod` adds other options of `ring_attention`. Segment positions are not read:
-    masks by position compare indices in the sequence, in the order of the load balance. The two einsums are unused.
+    masks by position compare indices in the sequence, in the order of the load balancing. Both einsums are ignored.
     """
     refuse(
         {"lengths": lengths, "use_ragged_attention": use_ragged_attention, "previous_chunk": previous_chunk,
@@ -72,7 +72,7 @@ def apply_attention(
 
 
 def _layout(op: Any) -> str:
-    """The order in which MaxText's input pipeline put the tokens."""
+    """The layout in which MaxText's input pipeline orders the tokens, by its configuration."""
     config = op.config
     if not op._load_balanced_context_parallel():
         return "contiguous"

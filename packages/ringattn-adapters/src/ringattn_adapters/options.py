@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter takes, and how it checks the arguments of the other library."""
+"""Checks the arguments of an adapter: options of `ring_attention`, and arguments of the library that it adapts."""
 
 import contextlib
 import inspect
@@ -15,14 +15,14 @@ from ringattn_core import ring_attention
 from ringattn_core.errors import InputError, did_you_mean, in_one_line
 
 PASSED: Final = ("query", "key", "value", "bias", "mask_info", "return_lse")
-"""The arguments of `ring_attention` that no adapter takes under their name there."""
+"""The arguments of `ring_attention` that no adapter takes as an option: it sets or leaves them out itself."""
 OPTIONS: Final = tuple(name for name in inspect.signature(ring_attention).parameters if name not in PASSED)
 
 
 def checked(given: Mapping[str, Any], renamed: Mapping[str, str], options: Collection[str] = OPTIONS) -> dict[str, Any]:
     """The options of `ring_attention` that a user gave an adapter; raises for a name that is not among `options`.
 
-    `renamed` maps names of `ring_attention` to the names that the library has for them.
+    `renamed` maps names of options to the adapted library's names for them, which the error suggests.
     """
     names = sorted({*options} - {*renamed})
     for name in given:
@@ -35,7 +35,7 @@ def checked(given: Mapping[str, Any], renamed: Mapping[str, str], options: Colle
 
 
 def refuse(given: Mapping[str, Any], remedy: str) -> None:
-    """Raises for the first argument of the other library that is set: neither `None`, `False`, 0 nor empty."""
+    """Raises if any of these arguments of the adapted library is set: neither `None`, `False`, 0 nor empty."""
     for name, x in given.items():
         unset = x is None or (isinstance(x, bool | int | float | str | tuple) and not x)
         if not unset:
@@ -44,7 +44,7 @@ def refuse(given: Mapping[str, Any], remedy: str) -> None:
 
 @contextlib.contextmanager
 def errors_in_terms_of(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Makes an `InputError` of `ring_attention` name the argument as the library does."""
+    """In a `with` block, makes an `InputError` of `ring_attention` name the argument as the adapted library does."""
     try:
         yield
     except InputError as error:
@@ -56,7 +56,7 @@ def errors_in_terms_of(renamed: Mapping[str, str]) -> Iterator[None]:
 def dropout_options(rate: tuple[str, Any], off: tuple[str, Any], key: tuple[str, Any]) -> dict[str, Any]:
     """The options of `ring_attention` for dropout; none if the rate is 0 or `off` is true.
 
-    Each argument is a pair: the name that the library has for it, and the value.
+    Each argument is a pair: the adapted library's name for the argument, and its value.
     """
     p = rate[1]
     # At rate 0 the switch `off` may be anything, also traced.
@@ -97,7 +97,7 @@ def integers(argument: str, x: Any, shape: tuple[int, ...]) -> Int32[Array, "...
 
 
 def dtype_of(argument: str, dtype: Any) -> Any:
-    """Returns `dtype` as it is; raises unless it is one of floating-point numbers."""
+    """Returns `dtype` unchanged; raises unless it is a floating-point dtype."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:

@@ -13,7 +13,7 @@ _EJKERNEL_FIELDS: Final = frozenset(
     ("blocksize_m", "blocksize_k", "blocksize_n", "blocksize_heads", "blocksize_keys", "num_key_splits")
 )
 _HARDWARE: Final = frozenset(("cpu", "gpu", "mps"))
-"""Values of `ejkernel`'s field `backend`, which name no backend."""
+"""Values that `ejkernel`'s field `backend` has for hardware; as `backend` here they name no backend of ringattn."""
 
 
 def _frozen(owner: str, extra: Any) -> tuple[tuple[str, Any], ...]:
@@ -43,7 +43,7 @@ def _refuse_unknown(owner: str, given: Iterable[str], known: tuple[str, ...], re
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """The sizes of a kernel. Each is positive, or `None`: the backend chooses."""
+    """The tile sizes and launch sizes of a kernel. Each is positive, or `None`: the backend chooses."""
 
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
@@ -65,7 +65,7 @@ class _Params:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Converts `value` to these parameters: `None`, a mapping, or any dataclass such as `ejkernel`'s.
+        """Converts `value` to this class: `None`, a mapping, or another library's dataclass, such as `ejkernel`'s.
 
         Fields of another library's dataclass that have no counterpart here go to `extra`, unless they are `None`.
         """
@@ -121,7 +121,7 @@ class BwdParams(_Params):
 
 @dataclasses.dataclass(frozen=True)
 class RingAttentionConfig:
-    """Which backend runs a call, and with which sizes.
+    """Which backend runs a call, and with which tile sizes.
 
     Args:
         fwd_params: `FwdParams`, or a dict of its fields.
@@ -147,14 +147,14 @@ class RingAttentionConfig:
 
     @property
     def backend_name(self) -> str | None:
-        """The name of the backend asked for; `None` where any will do."""
+        """The name of the backend asked for; `None` if any backend may run the call."""
         if self.platform != "auto":
             return "tpu" if self.platform == "pallas" else self.platform
         return None if self.backend in ("any", "auto") else self.backend
 
     @classmethod
     def of(cls, value: Any, argument: str) -> Self:
-        """Returns a configuration as it is, and makes one of a mapping of its fields. Errors name the `argument`."""
+        """`value`, if a configuration; else one made from a mapping of its fields. Errors name `argument`."""
         return value if isinstance(value, cls) else cls.from_dict(value, argument)
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class RingAttentionConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], argument: str = "RingAttentionConfig") -> Self:
-        """The inverse of `to_dict`; an unknown key raises an error that names it. Errors name the `argument`."""
+        """The inverse of `to_dict`; an unknown key raises an error that names the key."""
         if not isinstance(data, Mapping):
             remedy = f"Pass a {cls.__name__}, or a dict of its fields"
             raise InputError(argument, f"got {type(data).__name__}", remedy)

@@ -32,7 +32,7 @@ def from_clone(*distributions: str) -> str:
 
 
 def _or_add_xla(installed: Collection[str]) -> str:
-    """The end of a remedy: how to add the backend that runs every call everywhere, unless it is installed."""
+    """The end of a remedy: how to add `ringattn-xla`, which runs every call; empty if that is installed."""
     return "" if "xla" in installed else f", or add the backend that supports everything: {from_clone('ringattn-xla')}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backends are installed, and what is wrong with the broken ones."""
+"""Finds the installed backends, and what is wrong with each broken one."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ _logger: Final = logging.getLogger("ringattn")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Registration:
-    """One name under which a backend is registered: its descriptor, or the error that takes its place."""
+    """A registered backend: its name, and its descriptor, or the error with which the descriptor failed to load."""
 
     name: str
     backend: Backend | None
@@ -39,11 +39,11 @@ class Registration:
     version: str
     error: RingAttnError | None = None
     given: Any = None
-    """The kernel or ring function itself, where it was registered in this process."""
+    """The kernel or ring function that `registered` was given in this process; `None`: imported by its path."""
 
     @property
     def in_process(self) -> bool:
-        """Whether `registered` added it in this process. It then belongs to no distribution and has no version."""
+        """Whether `registered` added the backend in this process. It then has no distribution and no version."""
         return self.distribution == _HERE
 
     def descriptor(self) -> Backend:
@@ -60,14 +60,14 @@ class Registration:
         return self._loaded
 
     def why_unavailable(self) -> str | None:
-        """Why the backend cannot run in this process, as one sentence, or `None`. The probe runs once."""
+        """Why the backend cannot run in this process, as one sentence; `None` if it can. Its probe runs once."""
         return None if self._answer_of_probe is None else str(self._answer_of_probe)
 
     def why_broken(self, load: bool = False) -> RingAttnError | None:
-        """The error in a backend that somebody must repair before any machine can run it, or `None`.
+        """The error that keeps the backend from running on any machine, or `None`.
 
-        It is in the descriptor, the probe or, with `load`, the kernel. A probe that finds something missing on this
-        machine works as it should, so that is not an error here.
+        The descriptor or the probe fails or, with `load`, the kernel cannot be loaded. A probe that reports something
+        missing on this machine works as it should: that is no error.
         """
         found = self._answer_of_probe
         found = self._loaded if found is None and load else found
@@ -75,7 +75,7 @@ class Registration:
 
     @functools.cached_property
     def _loaded(self) -> Any:
-        """The implementation, or the error that takes its place."""
+        """The block kernel or ring function, or the error with which it failed to load."""
         backend = self.descriptor()
         path = backend.kernel or backend.ring
         assert path is not None
@@ -103,7 +103,7 @@ class Registration:
 
 
 def _tried(name: str, distribution: str, what: str, make: Callable[[], Any]) -> Any:
-    """The result of `make`, which runs code of the backend, or the error that takes its place."""
+    """The result of `make`, which runs code of the backend; if that raises, returns a RingAttnError instead."""
     try:
         return make()
     except KeyboardInterrupt:
@@ -161,7 +161,7 @@ def get(name: str) -> Registration:
 
 
 def clear() -> None:
-    """Empties all caches: the next call reads entry points, imports kernels and runs probes again."""
+    """Empties all caches: the next use reads entry points, loads kernels and runs probes again."""
     _installed.cache_clear()
     for forget in on_clear:
         forget()
@@ -169,7 +169,7 @@ def clear() -> None:
 
 @contextlib.contextmanager
 def registered(backend: Backend, implementation: Any = None) -> Iterator[Registration]:
-    """Registers a backend in this process for a `with` block. It shadows an installed backend of the same name.
+    """Registers a backend in this process for a `with` block. It replaces an installed backend of that name.
 
     Without `implementation`, the kernel is imported from the path in the descriptor.
     """
@@ -192,7 +192,7 @@ def _installed() -> dict[str, Registration]:
     # support for zip files. Discovery takes 11 ms with it and 2 ms without (`benchmarks/import_time.py`).
     try:
         entries = list(importlib.metadata.entry_points(group=GROUP))
-    except Exception:  # a distribution has unreadable metadata: leave that one out
+    except Exception:  # a distribution has unreadable metadata: leave out that distribution
         entries = _readable_entry_points()
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
@@ -223,7 +223,7 @@ def _of_entries(name: str, entries: list[Any]) -> Registration:
 def _registration(
     name: str, distribution: str, version: str, load: Callable[[], Any], given: Any = None
 ) -> Registration:
-    """The registration of the descriptor that `load` returns."""
+    """A registration with the descriptor that `load` returns, or with the error if that is no usable descriptor."""
 
     def usable() -> Backend:
         backend = load()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs a call, and why the others do not."""
+"""Selects the backend that runs a call, and says why other backends cannot."""
 
 import contextlib
 import contextvars
@@ -42,9 +42,10 @@ def select(
 
     `head_size` is the size of the call's largest query or value head.
 
-    One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known one.
-    `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends; of two
-    with the same priority, ringattn's own goes first, then the first by name.
+    One name allows no fallback. A sequence of names is tried in order; an unknown name in it raises if it resembles a
+    known name, and else is passed over.
+    `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends; of
+    equal priorities, ringattn's own backends go first, then the first by name.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
@@ -68,8 +69,8 @@ def select(
 def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
     """Names the backend, or an ordered fallback, for the calls in this context that name none themselves.
 
-    It is read when a call is traced: a function that `jax.jit` compiled before keeps its backend. An unknown name
-    raises here, in a sequence only if it resembles a known one.
+    The name is read when a call is traced: a function that `jax.jit` compiled before keeps its backend. An unknown
+    single name raises here; an unknown name in a sequence raises only if it resembles a known name.
 
     Args:
         backend: The name of a backend, or several names to try in order.
@@ -94,7 +95,7 @@ def candidates(
 
 
 def _registered(names: tuple[str, ...]) -> list[Registration]:
-    """The registration of each name. An unknown name raises if it is the only one, or resembles a known one."""
+    """The registration of each name. An unknown name raises if it is the only name, or resembles a known name."""
     installed = discovery.registrations()
     found = []
     for name in names:
@@ -106,7 +107,7 @@ def _registered(names: tuple[str, ...]) -> list[Registration]:
 
 
 def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, head_size: int) -> Registration:
-    """The backend of one name, or the first of several that can run the call; raises if none can."""
+    """The only named backend, or the first of several named backends that can run the call; raises if none can."""
     registrations = _registered(names)
     if len(registrations) > 1:
         return _first(registrations, required, platform, head_size, named=True)
@@ -124,7 +125,7 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, 
 
 
 def refusal(registration: Registration, required: frozenset[Feature], head_size: int = 0) -> UnsupportedFeatureError:
-    """The error for a backend that lacks something that a call needs; it lists the backends that can run the call."""
+    """The error for a backend that lacks something that a call needs; lists other backends that can run the call."""
     what, why = map(", ".join, zip(*_missing(registration.descriptor(), required, head_size), strict=True))
     able = [r.name for r in _ranked() if r is not registration and _why_not(r, required, None, head_size) is None]
     return UnsupportedFeatureError(registration.name, what, why, able, tuple(discovery.registrations()))
@@ -137,7 +138,7 @@ def _first(
     head_size: int,
     named: bool = False,
 ) -> Registration:
-    """The first that can run the call, on any platform if it was `named`. Logs why those before it cannot."""
+    """The first registration that can run the call, on any platform if `named`; logs why earlier ones cannot."""
     reasons = {}
     for registration in registrations:
         reason = _why_not(registration, required, None if named else platform, head_size)
@@ -169,7 +170,7 @@ def _why_not(
 
 
 def _missing(backend: Backend, required: frozenset[Feature], head_size: int) -> list[tuple[str, str]]:
-    """What a call needs and the backend lacks, and why."""
+    """What a call needs and the backend lacks: each feature or head size, with the reason."""
     missing = [(x.name, backend.answer(x)) for x in Feature if x in required and not backend.supports(x)]
     if backend.largest_head is not None and head_size > backend.largest_head:
         missing.append((f"heads of size {head_size}", f"the largest is {backend.largest_head}"))
@@ -177,13 +178,13 @@ def _missing(backend: Backend, required: frozenset[Feature], head_size: int) -> 
 
 
 def serves(backend: Backend | None, platform: str) -> bool:
-    """Whether a backend declares the platform. `None`, a backend that did not load, counts as declaring all."""
+    """Whether a backend declares the platform. `None` (its descriptor did not load) counts as every platform."""
     names = {platform, *({"gpu", "cuda"} if platform in ("gpu", "cuda") else ())}
     return backend is None or not names.isdisjoint(backend.platforms)
 
 
 def _ranked() -> list[Registration]:
-    """All backends, best first. Of two with the same priority, ringattn's own goes first, then the first by name.
+    """All backends, best first: by priority, then ringattn's own before others, then by name.
 
     Broken backends come first: they never run a call, but each call then logs them before it finds another.
     """

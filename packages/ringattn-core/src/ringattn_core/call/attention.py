@@ -105,9 +105,10 @@ def ring_attention(
             not tell which shard a rank holds, so another order is silently wrong.
         batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
             fsdp, data or replica are the default.
-        head_axis_name: The same for heads. With `mesh`, axes named tp, model or tensor are the default. In your own
-            `jax.shard_map` with `check_vma=False`, split key heads as you split query heads: JAX does not tell whether
-            a rank holds all key heads, and if their number divides that of its query heads, they count as its own.
+        head_axis_name: The mesh axis, or axes, that split the heads; `()` means none. With `mesh`, axes named tp, model
+            or tensor are the default. In your own `jax.shard_map` with `check_vma=False`, split key heads as you split
+            query heads: JAX does not tell whether a rank holds all key heads, and if their number divides that of its
+            query heads, they count as its own.
         mesh: The mesh over which the call splits its global arrays.
         in_specs: Three equal `PartitionSpec`s, of query, key and value, instead of `batch_axis_name` and
             `head_axis_name`. The specs of all other arrays follow from them. Only with `mesh`.
@@ -148,7 +149,7 @@ def ring_attention(
 
 
 def per_shard(backend: str) -> RingKernel:
-    """Makes the function of one shard that a backend's package exports.
+    """Makes the per-shard `ring_attention` that a backend's package exports.
 
     Args:
         backend: The name of the backend that runs every call of the function.
@@ -200,7 +201,7 @@ def per_shard(backend: str) -> RingKernel:
 
 
 def _held(mask_info: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of `mask_info` by name; raises for one that is `given` too."""
+    """The arrays of `mask_info` by name; raises for an array that `given` has too."""
     if mask_info is None:
         return {}
     if not isinstance(mask_info, MaskInfo):

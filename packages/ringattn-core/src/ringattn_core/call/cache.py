@@ -164,7 +164,7 @@ def prefill_attention(
 def bytes_to_send(call: Call) -> tuple[int, int]:
     """The bytes of the keys and values of a call, and those of its queries and their partial results.
 
-    Whichever travels, a rank sends its share of them to each of the other ranks. Each head of a query sends back a
+    Of whichever is sent, a rank sends its share to each of the other ranks. Each head of a query sends back a
     float32 output, and its log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum
     (4 bytes).
     """
@@ -179,8 +179,8 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     """The call in canonical form, without positions, from the arguments of the function. Raises if they do not fit.
 
     Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
-    all of them. Returns also the position of each row's first query, which may be negative; the backend asked for; and
-    the mesh, which is `None` where the arrays are local.
+    all queries. Returns also the position of each row's first query, which may be negative; the backend asked for; and
+    the mesh, which is `None` if the arrays are local.
     """
     cfg, backend = variables["cfg"], variables["backend"]
     config = RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
@@ -209,7 +209,7 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
 
 
 def _attend(registration: Registration, call: Call) -> Any:
-    """The result of a call on one rank whose keys stay where they are. The arrays are local."""
+    """The result of a call on local arrays, whose keys stay on their ranks while ranks merge partial results."""
     if registration.descriptor().kernel is None:
         function = "decode_attention" if call.query_offset is None else "prefill_attention with send='queries'"
         raise InputError(
@@ -222,7 +222,7 @@ def _attend(registration: Registration, call: Call) -> Any:
 
 
 def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
-    """The result of the call on global arrays. Only the cache is split over the ring."""
+    """The result of a decoding call on global arrays: only the cache is split over the ring, queries are not."""
     roles = named_roles(call, mesh)
     refuse_indivisible_axes(call, mesh, roles)
     parts = ranks_of(mesh, roles.heads)

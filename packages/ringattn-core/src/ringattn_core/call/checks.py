@@ -67,12 +67,12 @@ def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
 
 
 def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """A check for positions: integers below 2^30 in magnitude."""
+    """Makes a check for positions: integers below 2^30 in magnitude."""
     return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes, POSITION)
 
 
 def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
-    """An integer, or one for each batch row, with which no query has a position of 2^30 or beyond."""
+    """Checks an offset, one integer or one for each batch row: no query may get a position of 2^30 or beyond."""
     if x is None:
         return None
     least, most, _ = POSITION
@@ -87,8 +87,8 @@ def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     """Converts sinks to `[N, n]` in float32, a row for each head of this rank.
 
-    A single axis holds one sink for each head if its length is the number of heads of all ranks; else the heads share
-    the sinks. If JAX tracks that the axis is split with the heads, it holds one sink for each head of this rank.
+    A single axis holds one sink for each head if its length is the number of heads of all ranks; else all heads share
+    its sinks. If JAX tracks that the axis is split with the heads, it holds one sink for each head of this rank.
     """
     if x is None:
         return None
@@ -103,7 +103,7 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
             f"It needs ({every},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
         )
     if found.shape[0] == heads and set(sizes.head_axes) & axes.varying(found):
-        return found[:, None]  # `check_vma` says that it is split with the heads
+        return found[:, None]  # `check_vma` tracks that the sinks are split with the heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
     if every != heads:
@@ -112,7 +112,7 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
 
 
 def float32_array(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """A check that also converts to float32, so that the gradient is added over ranks in float32 and rounded once."""
+    """Makes a check that also converts to float32, so that ranks add up the gradient in float32 and round it once."""
     return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes).astype(jnp.float32)
 
 
@@ -130,7 +130,7 @@ def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
 
 
 def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None] | None:
-    """`(left, right)`. A side that is wider than any distance of two positions becomes `None`, unbounded."""
+    """Checks a window; returns `(left, right)`. A side as wide as any distance of two positions becomes `None`."""
     if x is None:
         return None
     sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
@@ -141,7 +141,7 @@ def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None] | N
 
 
 def chunk(argument: str, x: Any, _: Sizes) -> int | None:
-    """A chunk size. Sizes beyond the largest position become 2^30, which cuts at the same place: 0."""
+    """Checks a chunk size. Sizes above 2^30 become 2^30: with either, chunks meet only at position 0."""
     size = _integer(argument, x, 1)
     return None if size is None else min(size, MOST_POSITION)
 
@@ -179,13 +179,13 @@ def _number(argument: str, x: Any, wanted: str, accepts: Callable[[Any], bool]) 
 
 
 def soft_cap(argument: str, x: Any, _: Sizes) -> float | None:
-    """A soft cap. Scores divided by one above `LARGEST_CAP` would be so small that float32 loses their digits."""
+    """Checks a soft cap. Above `LARGEST_CAP`, `score / cap` would be so small that float32 loses its digits."""
     wanted = f"from {LEAST_NORMAL:.3g} to {LARGEST_CAP:.0e}, or None for no cap"
     return _number(argument, x, wanted, lambda c: LEAST_NORMAL <= c <= LARGEST_CAP)
 
 
 def scale(argument: str, x: Any, sizes: Sizes) -> float:
-    """A factor of scores. One below the normal numbers of float32 is 0, as it would be for some of the kernels only."""
+    """Checks the scale, by default `H ** -0.5`. A subnormal float32 becomes 0 here, as only some kernels would do."""
     found = _number(argument, x, "a finite float32", lambda _: True)
     if found is None:
         return sizes.of["H"] ** -0.5
@@ -193,13 +193,13 @@ def scale(argument: str, x: Any, sizes: Sizes) -> float:
 
 
 def probability(argument: str, x: Any, _: Sizes | None = None) -> float:
-    """A dropout probability. Its resolution is 2^-16: a smaller probability would drop nothing, and raises."""
+    """Checks a dropout probability. Its resolution is 2^-16: a smaller one would drop nothing, and raises."""
     wanted = "0, or a probability of at least 2^-16 and below 1"
     return _number(argument, x, wanted, lambda p: p == 0 or 2**-16 <= p < 1) or 0.0
 
 
 def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
-    """A seed as uint32; negative integers wrap."""
+    """The dropout seed as uint32; a negative integer gets 2^32 added."""
     if x is None:
         return None
     whole = isinstance(x, int) and not isinstance(x, bool)

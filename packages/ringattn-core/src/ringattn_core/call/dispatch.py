@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a validated call of one shard on the chosen backend."""
+"""Chooses the backend of a validated call, and runs a rank's call on it."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ def _no_forward_rule() -> Exception:
 
 @contextlib.contextmanager
 def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Iterator[None]:
-    """Replaces JAX's error about forward mode by `ours`. If `jax.jit` traced the call before, JAX's error remains."""
+    """Replaces JAX's error about forward mode by `ours()`, but not in a function that `jax.jit` traced before."""
     try:
         yield
     except TypeError as error:
@@ -40,14 +40,14 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
 
 
 def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
-    """The backend that runs the call: the one asked for, or the best one on the devices of the mesh or the arrays."""
+    """The backend that runs the call: as asked for, or the best for the devices of the mesh or of the arrays."""
     platform = platform_of(mesh, (call.query, call.key, call.value))
     return select(backend, needs(call), platform, head_size(call))
 
 
 @reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
-    """The backend's result for one shard. Its gradient raises if the backend has none."""
+    """The backend's result for a rank's call. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = dataclasses.replace(call, strategy=settled(registration, call))
     if backend.kernel is None:
@@ -58,7 +58,7 @@ def answer(registration: Registration, call: Call) -> Any:
 
 
 def _without_gradient(registration: Registration, result: Any) -> Any:
-    """The result itself. Its gradient raises, but only if it is needed: a result that is held fixed has none."""
+    """Returns `result` unchanged; differentiating it raises, which happens only if a loss depends on the result."""
 
     def refused() -> Exception:
         return refusal(registration, frozenset({Feature.GRADIENTS}))
@@ -75,7 +75,7 @@ def _without_gradient(registration: Registration, result: Any) -> Any:
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
     """Calls a backend's ring function.
 
-    `cleaned` and `where` on the result only keep cotangents of padding out of the function's backward pass.
+    `cleaned` and `where` are on the result only to keep cotangents of padding out of that function's backward pass.
     """
     q_ids, result = call.q_segment_ids, kernel(**call.options())
     if not call.return_lse or q_ids is None:

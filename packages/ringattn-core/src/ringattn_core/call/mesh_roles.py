@@ -22,7 +22,7 @@ from .shard_map import AXIS_NAMES
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
 _NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_adapters", "contextlib")
-"""Modules that are not the caller's: ours, and `contextlib`, which wraps our functions."""
+"""Modules that `_warn` skips to find the caller's line: ours, and `contextlib`, which wraps our functions."""
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -100,7 +100,7 @@ def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
-    """The roles that the call gives to mesh axes. If it gives none for batch or heads, axes with usual names get them.
+    """The mesh axes for sequence, batch and heads. If the call names none for batch or heads, usual names decide.
 
     The usual names are `BATCH_AXES` and `HEAD_AXES`. Warns of mesh axes that split nothing.
     """
@@ -184,7 +184,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 
 def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
-    """Raises unless `out_specs` is the spec of the output, or a tuple of it that may end with the spec of the lse."""
+    """Raises unless `out_specs` is the spec of the output, or a tuple of that and, optionally, the spec of the lse."""
     given = tuple(out_specs) if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, P) else (out_specs,)
     wanted = [roles.spec(result) for result in (arrays.Output, arrays.LogSumExp)][: 1 + call.return_lse]
     fit = all(

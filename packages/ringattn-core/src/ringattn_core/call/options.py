@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a call, a row for each: its array, its check, and the feature that a backend needs for it.
+"""The options of a call, a row for each: the type of its array, its check, and the feature that it needs.
 
 An option has a row here, a line in the `def` of each function that takes it, and a field in `Call`, all of one name.
 The axis letters of an array decide its padding, its sharding and its shape. An array is differentiable exactly if it
@@ -96,13 +96,13 @@ def head_size(call: Call) -> int:
 
 
 def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The options that are `given`, each checked and in its canonical form, and the scale, which depends on `sizes`."""
+    """The options in `given`, each checked and in canonical form; the scale too, with its default from `sizes`."""
     rows = {option.name: option for option in OPTIONS}
     return {name: rows[name].canonical(value, sizes) for name, value in {"softmax_scale": None, **given}.items()}
 
 
 def options_in(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the local `variables` of a function, that is among its arguments, by name."""
+    """The options of a call among `variables`, the `locals()` of a function with its arguments, by name."""
     return {option.name: variables[option.name] for option in OPTIONS if option.name in variables}
 
 
@@ -128,7 +128,7 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "bwd_params": ("cfg",),
     "cfg": ("fwd_params", "bwd_params"),
 }
-"""Names of other libraries, and of the other form of the call, with our names for the same argument."""
+"""Argument names of other libraries, and of per-shard or global calls, with the names that mean the same here."""
 
 
 _Parameters = ParamSpec("_Parameters")
@@ -150,7 +150,7 @@ def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Re
 
 
 def _remedy(name: str, known: Collection[str]) -> str:
-    """What to do in place of passing an unknown argument."""
+    """What to do in place of passing the unknown argument `name`, as the end of an error message."""
     of_cache = "lengths" in known
     if of_cache and name in ("causal", "is_causal"):
         return "Leave it out: attention to a cache is always causal"

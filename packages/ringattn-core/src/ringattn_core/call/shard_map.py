@@ -19,7 +19,7 @@ AXIS_NAMES = ("axis_name", "batch_axis_name", "head_axis_name")
 def refuse_replicated(ring: tuple[str, ...], given: Mapping[str, Any]) -> None:
     """Raises if an array of tokens is replicated over the `ring`: each rank would take it for its own shard.
 
-    JAX tracks this under `check_vma=True` only. Segment ids are not checked: a constant id on all ranks is usual.
+    JAX tracks this under `check_vma=True` only. Segment ids are not checked: the same ids on all ranks are usual.
     """
     tracked = _tracked(ring)
     for argument, x in given.items():

@@ -30,7 +30,7 @@ from .tracked import within_tracked
 
 Arrays = dict[str, jax.Array]
 Work = Callable[[Registration, Call], Any]
-"""The computation of one shard."""
+"""The computation that each rank runs on its shard: from a backend and a local call to the result."""
 
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
@@ -97,10 +97,10 @@ def over_shards(
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What is static about a call on global arrays. Calls for which it is equal compile once.
+    """The static part of a call on global arrays. Calls with equal static parts compile once.
 
-    `options` is the call without its arrays. The parameters of kernels are chosen when it is traced, so a change of
-    policy, overlay or tuned result, which `state` tells, traces again.
+    `options` is the call without its arrays. Kernel parameters are chosen while the call is traced; `state` changes
+    with the tuning policy, overlays and tuned results, so that JAX then traces the call again.
     """
 
     work: Work
@@ -112,7 +112,7 @@ class Shards:
     state: Any
 
     def of_rank(self, local: Arrays) -> tuple[jax.Array, ...]:
-        """The output of one shard, and the log-sum-exp if the call asks for it."""
+        """The output for a rank's arrays `local`, and the log-sum-exp if the call asks for it."""
         found = self.work(self.registration, dataclasses.replace(self.options, **local))
         return found if self.options.return_lse else (found,)
 
@@ -131,14 +131,14 @@ def _run(shards: Shards, placed: Arrays) -> tuple[jax.Array, ...]:
 
 
 def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
-    """Repeats every key head `copies` times, so that each rank has its own. Sums gradients of the copies in float32."""
+    """Repeats every key head `copies` times, so that ranks share no head. Sums gradients of copies in float32."""
     if copies == 1:
         return x
     return with_wide_gradient(x, lambda x: jnp.repeat(x, copies, 2)).astype(x.dtype)
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """Shards the array over the mesh as the spec says. An abstract mesh without explicit axes leaves it as it is."""
+    """Shards the array over the mesh as the spec says; unchanged for an abstract mesh without explicit axes."""
     if AxisType.Explicit not in mesh.axis_types:
         return _put(x, mesh, spec) if isinstance(mesh, Mesh) else x
     return _over_explicit(x, mesh, spec)

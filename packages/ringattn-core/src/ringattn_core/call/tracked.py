@@ -28,8 +28,8 @@ def within_tracked(
     residuals from one to the other. The residuals vary over all axes that split the output, so the inputs are made to
     vary over these axes from the start.
 
-    For the same reason JAX fails where it splits the forward pass in two, for `jax.checkpoint` or to hoist constants
-    out of a `lax.scan`. So the forward pass is one operation, which JAX cannot split (`_undivided`).
+    For the same reason JAX fails if it splits the forward pass in two, for `jax.checkpoint` or to hoist constants out
+    of a `lax.scan`. So the forward pass is one operation, which JAX cannot split (`_undivided`).
     """
     over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(mesh.axis_names) - axes.manual())
@@ -46,7 +46,7 @@ def within_tracked(
             return out, [x[None] for x in residuals]
 
         computed = _undivided(shard(of_shard, in_specs=(in_specs,), out_specs=(out_specs, P(over))))
-        # A policy keeps all residuals or none: to compute one of them again would compute all.
+        # A policy keeps all residuals or none: computing one residual again would compute all.
         out, residuals = checkpoint_name(computed(placed), LSE_NAME)
         return out, jax.tree.unflatten(structure[0], residuals)
 

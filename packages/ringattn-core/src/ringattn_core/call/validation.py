@@ -22,8 +22,8 @@ DTYPES: Final = ("float32", "float16", "bfloat16")
 def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **given: Any) -> Call:
     """The call in canonical form, from operands and options by name. Raises if they do not fit together.
 
-    By default the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`. Outside, `ranks`
-    is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
+    By default (`ranks=None`) the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`.
+    Outside, the arrays are one of `ranks` shards of the sequence; 1 means global arrays.
     """
     call, sizes = fitted({"query": query, "key": key, "value": value}, given, ranks)
     if ranks is not None:
@@ -133,7 +133,7 @@ def _refuse_misfits(given: dict[str, jax.Array]) -> None:
 
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:
-    """If one array of a pair is given, uses it for queries and keys; raises unless they have equal lengths."""
+    """If only one array of a pair is given, uses it for both; raises unless there are as many queries as keys."""
     missing = [name for name in names if found.get(name) is None]
     if len(missing) != 1:
         return

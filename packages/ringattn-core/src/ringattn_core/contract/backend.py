@@ -17,16 +17,17 @@ class Backend:
     """The descriptor of a backend. It is inert: importing it imports no kernel and touches no device.
 
     `name` is what calls pass as `backend=`. `platforms` are JAX's names of the devices that the backend serves ("cpu",
-    "cuda", "rocm", "tpu"; "gpu" means "cuda"). `features` are those that it supports; core refuses a call
-    that needs another. Of the backends that can run a call that names none, the highest `priority` gets it.
+    "cuda", "rocm", "tpu"; "gpu" means "cuda"). `features` are those that the backend supports; core
+    refuses a call that needs any other feature. A call that names no backend goes to the one with the highest
+    `priority` among the backends that can run it.
 
     `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are import paths, `"module:attribute"`. Exactly one
     of `kernel` and `ring` is given. `probe` is a function that returns why the backend cannot run here, as one
     sentence, or `None`. `api` is the backend API that the backend was written for, as a literal number. `reasons` may
     say why a feature is not supported. `variables` are the environment variables `RINGATTN_...` that the backend reads;
     core warns of one that nothing installed declares.
-    `half_partials` says that the kernel rounds the results of each block to half precision where the inputs have it:
-    the conformance suite then allows larger errors there, and its certificate says so.
+    `half_partials` says that the kernel rounds the results of each block to half precision if the inputs are in half
+    precision: for these the conformance suite allows larger errors, and its certificate says so.
     `largest_head` is the size of the largest query or value head that the kernel takes; `None` is any size.
     """
 
@@ -49,7 +50,7 @@ class Backend:
             if not is_right(value):
                 raise ValueError(f"Backend {self.name!r}: {field} must be {example}, got {value!r}")
             if field == "api" and value not in API_VERSIONS:
-                return  # core refuses this backend; the fields of another version may be others
+                return  # core refuses this backend; another API version may have other fields
         if (self.kernel is None) == (self.ring is None):
             raise ValueError(f"Backend {self.name!r}: exactly one of {self.kernel=} and {self.ring=} must be given")
 
@@ -94,4 +95,4 @@ _FIELDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "half_partials": ("True or False", lambda value: isinstance(value, bool)),
     "largest_head": ("a positive integer or None", lambda value: value is None or (type(value) is int and value > 0)),
 }
-"""What each field must be, and its check, in the order of the checks."""
+"""For each field, what its value must be, in words, and the check, in the order of the checks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vmapped axes become part of the batch, so that no kernel needs a batching rule."""
+"""Folds the axes of `jax.vmap` into the batch axis, so that no kernel needs a batching rule."""
 
 import dataclasses
 import functools
@@ -63,9 +63,9 @@ def _folding(method: Callable[..., Any], differentiated: Sequence[str] = ()) -> 
 
 
 def _folded_arrays(each: Any, batched: Any, expand: Sequence[str]) -> dict[str, Any]:
-    """The block's arrays with the vmapped axis folded into the batch. Arrays with batch 1 keep it, if they can.
+    """The block's arrays with the vmapped axis folded into the batch. An array with batch size 1 keeps it.
 
-    They cannot where they are vmapped themselves, or where `expand` names them.
+    Unless the array is vmapped itself, or `expand` names it: then it is repeated for every row.
     """
     examples = each.q.shape[1]
     changes = {name: _fold(x) for name in _PER_EXAMPLE if (x := getattr(each, name)) is not None}
@@ -84,7 +84,7 @@ def _fold(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def _one_by_one(call: Callable[..., Any], size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
-    """Runs the examples one after another. `head_index` differs between them, and a batch has only one."""
+    """Runs the vmapped examples one after another: their `head_index` differs, and a `Block` has only one."""
     axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
     sequential = jax.custom_batching.sequential_vmap(lambda *args: call(*args))
     return _all_batched(jax.vmap(sequential, axes, axis_size=size)(*args))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call in canonical form: the result of validation, and the input of backends."""
+"""A call in canonical form: validation makes it, and backends read it."""
 
 import dataclasses
 from typing import Any, Final
@@ -24,8 +24,8 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
     at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `wide`, which is no argument, names the arrays that are float32 here so that their gradients are float32.
-    Kernels get these arrays in the dtype of the queries.
+    axis. `wide`, which is no argument, names arrays that were converted to float32 so that their gradients are
+    summed in float32. Kernels get these arrays in the dtype of the queries (`narrowed`).
     """
 
     query: arrays.Query
@@ -70,14 +70,14 @@ class Call:
         return dataclasses.replace(self, **arrays, wide=tuple(sorted({*self.wide, *wide})))
 
     def narrowed(self) -> "Call":
-        """The call as kernels read it: the arrays that are `wide` in the dtype of the queries."""
+        """The call as kernels read it: arrays named in `wide` are converted back to the dtype of the queries."""
         return dataclasses.replace(self, **{name: getattr(self, name).astype(self.query.dtype) for name in self.wide})
 
     def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
-        """The call as a rank computes it. Ranks may share the bias, and then add up its gradient in float32.
+        """The call with a float32 bias if several ranks share the bias, so that they add up its gradient in float32.
 
-        They share it where it has length 1 along an axis that they split. (They share sinks and slopes too, which are
-        float32 in every call.)
+        Ranks share the bias if it has length 1 along an axis that `roles` splits over ranks. (They may share sinks and
+        slopes too, but these are float32 in every call.)
         """
         if self.bias is None:
             return self
@@ -92,13 +92,13 @@ class Call:
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
     def options(self) -> dict[str, Any]:
-        """The call as keyword arguments of a backend's own ring function."""
+        """The call as keyword arguments of a backend's own ring function (`RingKernel`)."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "wide")}
 
     @property
     def rule(self) -> Rule:
-        """The static half of the call's blocks."""
+        """The static part of the call, which every `Block` of the call has."""
         built = self.mask_builder or Built((), ())
         return Rule(
             softmax_scale=self.softmax_scale,
@@ -118,7 +118,7 @@ class Call:
 
     @property
     def rule_of_hops(self) -> Rule:
-        """The rule by which hops are planned. `query_offset` may be traced, so with it masks leave out no hop."""
+        """The rule that decides which hops a ring makes: all hops with a `query_offset`, because it may be traced."""
         return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls a kernel, and checks, when the program is traced, that it returns what the block protocol asks for.
 
-Inside `shard_map(check_vma=True)` a kernel gets arrays that all vary over the same mesh axes, and its results are
-marked as varying over these. A kernel need not do that itself, even where JAX does not track its results: an FFI call,
-or a constant.
+Inside `shard_map(check_vma=True)` a kernel gets arrays that all vary over the same mesh axes, and this module marks its
+results as varying over these axes. A kernel need not do so itself, even for results that JAX does not track: those of
+an FFI call, or constants.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     """`kernel.backward(block, *arrays)`; raises if a gradient is missing or has a wrong shape or dtype.
 
-    Gradients of a final block are converted to the dtypes of its inputs: `vmap` must not change a dtype, and its rule
-    may run the kernel on a block that is not final, which returns float32.
+    Gradients of a block with `final` are converted to the dtypes of its inputs: `vmap` must not change a dtype, but its
+    rule (`batching`) may run the kernel on a block that is not final, and the kernel then returns float32.
     """
     result = kernel.backward(block, *arrays)
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
@@ -52,7 +52,7 @@ def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
 
 
 def _checked(kernel: BlockKernel, method: str, result: Any, kind: type, wanted: Mapping[str, Any], final: bool) -> Any:
-    """Raises unless the arrays of `result` have the shapes in `wanted`, and float32, or if `final` the dtypes there.
+    """Raises unless arrays of `result` have the shapes in `wanted`, and float32 or, if `final`, the dtypes in `wanted`.
 
     Returns `result` with `None` for all other arrays.
     """

@@ -24,12 +24,12 @@ Word = UInt32[Array, "..."]
 
 
 def threshold(probability: float) -> int:
-    """The least value of an entry's 16 bits with which the entry is kept, for this `probability` of dropping it."""
+    """The least value of an entry's 16 random bits that keeps the entry, if `probability` is that of dropping it."""
     return math.floor(probability * LEVELS)
 
 
 def kept(block: Block) -> Bool[Array, "B N T S"]:
-    """Which probabilities of `block` dropout keeps; needs a seed and `0 < rule.dropout_prob < 1`."""
+    """True for the entries of `block` that dropout keeps; needs a seed and `0 < rule.dropout_prob < 1`."""
     i, j = _unsigned(block.q_index)[:, None, :, None], _unsigned(block.kv_index)[:, None, None, :]
     words = philox_2x32((draw_number(i), draw_number(j)), keys(block)[:, :, None, None])
     shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
@@ -40,13 +40,13 @@ def keys(block: Block) -> UInt32[Array, "B N"]:
     """The Philox 2x32 key of each batch row and head of `block`."""
     assert block.seed is not None
     head, batch = _unsigned(block.head_index)[None, :], _unsigned(block.batch_index)[:, None]
-    # Without a barrier, XLA's simplifier goes in circles and logs an error where all rows have one index and one seed.
+    # Without a barrier, XLA's simplifier goes in circles and logs an error if all rows have one index and one seed.
     seed = jax.lax.optimization_barrier(block.seed)[:, None]
     return philox_4x32((head, batch, 0, 0), (seed, 0))[0]
 
 
 def draw_number(index: Word) -> Word:
-    """The Philox counter of the draw for each `index`. Indices `i` and `i + 8` share a counter if `i % 16 < 8`."""
+    """The Philox counter word of each query or key `index`. Indices `i` and `i + 8` share a word if `i % 16 < 8`."""
     return ((index >> 4) << 3) | (index & 7)
 
 

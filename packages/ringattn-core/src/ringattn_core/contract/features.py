@@ -5,7 +5,7 @@ import enum
 
 
 class Feature(enum.Enum):
-    """One capability that a backend may declare. Core refuses a call that needs an undeclared one."""
+    """One capability that a backend may declare. Core refuses calls that need a feature their backend lacks."""
 
     GRADIENTS = "The gradients of query, key and value."
     FLOAT32 = "float32 inputs, exact to float32 unless `precision` says otherwise."

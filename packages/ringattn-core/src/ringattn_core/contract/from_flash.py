@@ -28,7 +28,7 @@ FEATURES: Final = frozenset({
     Feature.GRADIENTS, Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16, Feature.CAUSAL, Feature.GROUPED_HEADS,
     Feature.CROSS_LENGTHS, Feature.UNEQUAL_VALUE_DIM, Feature.SINKS, Feature.ZIGZAG, Feature.STRIPED,
 })  # fmt: skip
-"""All that a backend may declare with a kernel that `from_flash` has made; CROSS_LENGTHS only without CAUSAL."""
+"""All features that a backend with a kernel of `from_flash` may declare, but not CROSS_LENGTHS and CAUSAL both."""
 _OF_OPTIONS: Final = tuple(
     field.name
     for field in dataclasses.fields(Block)
@@ -38,7 +38,7 @@ _OF_OPTIONS: Final = tuple(
 
 
 class FlashForward(Protocol):
-    """A function that computes attention of `q` to `k`: if `causal`, query `i` sees the keys up to `i`, else all.
+    """A function that computes attention of `q` to `k`: if `causal`, query `i` sees keys 0 to `i`, else all keys.
 
     It returns the normalised output, in any dtype, and the natural log-sum-exp of the scores.
     """
@@ -100,7 +100,7 @@ class _FlashKernel:
 
     def _of_piece(self, block: Block, piece: Piece) -> Partial:
         q, k, v = _operands(block, piece)
-        # Packed keys are those of a ring, which sends them on unless this is the last hop. A slice is a copy already.
+        # In a ring, packed keys are also being sent on, unless this is the last hop. A slice is a copy already.
         if not isinstance(block.kv, tuple) and k.shape[1] == block.kv_length:
             k = later_than_its_send(k)
         out, lse = self.flash_forward(q, k, v, scale=block.rule.softmax_scale, causal=piece.causal)
@@ -119,7 +119,7 @@ class _FlashKernel:
         return Gradients(sums[0] if dq is None else dq + sums[0], sums[1], sums[2])
 
     def _gradients(self, block: Block, piece: Piece, dout: jax.Array, lse: jax.Array) -> list[jax.Array]:
-        """The contribution of one call to `dq`, `dk` and `dv` of the block, in float32."""
+        """One piece's contribution to `dq`, `dk` and `dv`, float32 in the block's lengths, 0 outside the piece."""
         assert block.out is not None
         q, k, v = _operands(block, piece)
         out, dout, lse = piece.queries.take(block.out, 1), piece.queries.take(dout, 1), piece.queries.take(lse, 2)
@@ -131,7 +131,7 @@ class _FlashKernel:
         return [part.put(x.astype(jnp.float32), 1, 0.0) for part, x in zip(parts, found, strict=True)]
 
     def _check(self, block: Block, method: str) -> None:
-        """Raises if the call has an option that the two functions do not take."""
+        """Raises if the block uses an option that `flash_forward` and `flash_backward` have no parameter for."""
         rule, given = block.rule, [name for name in _OF_OPTIONS if getattr(block, name) is not None]
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
         unequal = rule.causal and block.q_length != block.kv_length

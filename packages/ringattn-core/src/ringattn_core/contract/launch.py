@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the launch of a kernel a JAX primitive: compiled on its own platform, interpreted on a CPU.
 
-It serves backends whose kernels JAX cannot lower itself. JAX chooses between compiler and interpreter when it lowers a
+For backends whose kernels JAX cannot lower itself. JAX chooses between compiler and interpreter when it lowers a
 program, so that one traced program serves both platforms.
 """
 
@@ -22,12 +22,12 @@ def launch_primitive(
     outputs: Callable[..., Sequence[Any]],
     lowerings: Mapping[str, Callable[..., Sequence[jax.Array]]],
 ) -> Primitive:
-    """Makes the primitive `name`, which returns a list of results. Without `jax.jit`, it runs under one of its own.
+    """Makes a JAX primitive `name` that returns a list of results. Outside `jax.jit` it compiles itself with `jax.jit`.
 
     `outputs(*operands, **parameters)` gives arrays or structs with the shapes and dtypes of the results.
     `lowerings[platform](*operands, **parameters)` computes the results on that platform. Inside
     `shard_map(check_vma=True)`, JAX assumes that the results of `bind` are replicated. So the caller must mark them as
-    varying over the mesh axes of its operands (`varying.align`). The arrays in a lowering are marked as replicated too.
+    varying over the mesh axes of its operands (`varying.align`). In a lowering all arrays are marked as replicated.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -61,10 +61,10 @@ def _over_no_mesh(arrays: Sequence[Any]) -> list[jax.core.ShapedArray]:
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Whether a backend's kernels may be interpreted on a CPU: if environment variable `variable` is one of `values`.
+    """Decides whether a backend's kernels may be interpreted on a CPU: if environment `variable` is one of `values`.
 
-    Errors name the `compiler` that is used otherwise, the `accelerator` for which it compiles, and the pip `package`
-    with which JAX can use that accelerator.
+    Its errors name the `compiler` that is used otherwise, the `accelerator` for which that compiles, and the pip
+    `package` with which JAX can use the accelerator.
     """
 
     variable: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How partial results combine: with each other, and with attention sinks."""
+"""Merges partial results of attention over different keys, and adds attention sinks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from ..placement.platforms import refuse_different_devices
 from .protocol import Block, Partial
 
 _IN_ONE_SUM: Final = 8
-"""The most ranks for which one all-reduce gathers all results. On more ranks, its extra bytes cost more than the
-latency of a second all-reduce."""
+"""Up to this many ranks, one all-reduce gathers the results of all ranks. On more ranks, the extra bytes of that cost
+more than the latency of a second all-reduce."""
 
 LARGEST_GROUP: Final = 16
-"""The most chunks that are merged at a time. Compile time grows with the square of their number."""
+"""The most chunks that one step merges. Compile time grows with the square of the chunks in a step."""
 
 
 def empty(block: Block) -> Partial:
@@ -31,7 +31,7 @@ def empty(block: Block) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial result over the keys of `a` and of `b`, of the same queries.
+    """The partial result over the keys of `a` and of `b` together; both are of the same queries and of different keys.
 
     Associative and commutative up to rounding; `empty` is the identity.
     """
@@ -86,9 +86,9 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 
 
 def _merged(parts: Sequence[Partial]) -> Partial:
-    """Merges partial results.
+    """Merges partial results of the same queries.
 
-    It is written without a reduction, so that XLA makes one kernel of it and of what packs the result for a collective.
+    Written without a reduction, so that XLA fuses the merge with the packing of its result for a collective.
     """
     largest = functools.reduce(jnp.maximum, (part.lse for part in parts))
     safe = _finite(largest)
@@ -99,7 +99,7 @@ def _merged(parts: Sequence[Partial]) -> Partial:
 
 
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[Partial]:
-    """The partial result of every rank. Exact: each rank adds its results to zeros."""
+    """The partial result of every rank, on every rank. Exact, though a sum: other ranks add zeros to a rank's part."""
     packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)
     own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[:, None, None, None, None]
     packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
@@ -111,7 +111,7 @@ def _summed_over(partial: Partial, axis: tuple[str, ...], scattered: bool) -> Pa
     largest = jax.lax.pmax(partial.lse, axis)
     safe = _finite(largest)
     weight = jnp.exp(partial.lse - safe)
-    # The weights are added up as one more dimension of the values, so that one collective does both sums.
+    # The weights travel as one more component of the values, so that one collective does both sums.
     sums = jnp.concatenate([partial.out, jnp.ones_like(partial.out[..., :1])], -1) * _over_out(weight)
     if scattered:
         sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=1, tiled=True)
@@ -128,12 +128,12 @@ def _finite(largest: Float32[Array, "*x"]) -> Float32[Array, "*x"]:
 
 
 def _normalised(out: jax.Array, total: jax.Array, subtracted: jax.Array) -> Partial:
-    """The partial result of sums of weighted outputs and of weights, after `subtracted` was taken from each lse."""
+    """The partial result from two sums, of weighted outputs and of weights `exp(lse - subtracted)`."""
     return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), subtracted + jnp.log(total))
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N sinks"] | None) -> Partial:
-    """Adds `sinks` to the denominator of `partial`: they have weight but no value. To be done once, after all hops."""
+    """Adds `sinks` to the denominator of `partial`: they have weight but no value. Call once, after all hops."""
     if sinks is None:
         return partial
     largest = jnp.max(sinks, axis=-1)

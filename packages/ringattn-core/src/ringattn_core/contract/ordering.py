@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders work that has no data dependence: a send after the kernels of the hop before it.
+"""Makes one computation wait for another without a data dependence: a send for the kernel of the hop before.
 
-XLA is free to run all sends first, which needs memory for every shard at once and hides no transfer.
+Otherwise XLA may run all sends first, which needs memory for every shard at once and hides no transfer.
 """
 
 import functools
@@ -62,7 +62,7 @@ def _in_place(x: jax.Array, token: jax.Array) -> list[jax.Array]:
 
 
 def _batched(arrays: Any, axes: Any) -> Any:
-    """The batching rule: one tie of the whole batches orders every example."""
+    """The batching rule of the tie: one tie of the batched arrays orders every example."""
     return _tie().bind(*arrays), axes[:1]
 
 
@@ -77,7 +77,7 @@ def _tie() -> Any:
 
 
 def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, on CPU ordered after `token`: on CPU a send blocks, so that work beside it saves no time and takes memory.
+    """`x`, on CPU ordered after `token`, elsewhere unchanged: a send blocks on CPU, so overlap only takes memory there.
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """
@@ -86,7 +86,7 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 
 
 def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:
-    """`x`, on NVIDIA GPUs copied: a kernel that reads the copy starts one copy later, and a send of `x` meanwhile.
+    """`x`, on NVIDIA GPUs a copy: a kernel that reads the copy starts after the copy, and a send of `x` before it.
 
     Without this the kernel may take all multiprocessors first, and the send waits until it ends (docs/kernels.md).
     """

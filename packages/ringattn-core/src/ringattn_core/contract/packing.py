@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How keys and values are packed in one array, so that one permute carries both."""
+"""Packs keys and values in one array, so that one permute carries both."""
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
 
 
 def pack_to_send(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
-    """`pack` of keys `k` and values `v`, faster on GPUs, without a derivative: the engine has its own backward pass."""
+    """`pack` of keys `k` and values `v`, faster on GPUs. Must not be differentiated: its gradient is 0 on GPUs."""
     return jax.lax.platform_dependent(k, v, cuda=_in_pairs, default=pack)
 
 
 def _in_pairs(k: jax.Array, v: jax.Array) -> jax.Array:
-    """`pack`, with two 16-bit numbers as one of 32 bits, in 0.6 of the time on an H100 (docs/kernels.md).
+    """`pack` that copies pairs of 16-bit numbers as 32-bit integers, in 0.6 of the time on an H100 (docs/kernels.md).
 
-    JAX takes the derivative of a bit cast to be zero.
+    Must not be differentiated: JAX takes the derivative of a bit cast to be zero, so gradients would silently vanish.
     """
     if k.shape != v.shape or k.dtype.itemsize != 2 or k.shape[-1] % 2:
         return pack(k, v)

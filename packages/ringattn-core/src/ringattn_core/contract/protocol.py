@@ -20,15 +20,15 @@ class Block:
     """One shard of queries against one shard of keys and values, with everything that decides their scores.
 
     Positions, indices and ids are global. An axis written `b`, `n` or `t` is either 1 or the full `B`, `N`, `T`. An
-    optional array is `None` where the call does not use its option. A tile of a block is a block (`tile`).
+    optional array is `None` if the call does not use its option. Any part of a block is a block too (`tile`).
 
     Padding, where a segment id is negative, holds finite numbers, and zeros in `dout` and `delta`. A kernel assumes
     nothing else about values and needs no code for non-finite ones.
 
     Args:
         q: The queries.
-        kv: Keys and values: one packed array, or a pair where a rank's own keys are not packed to be passed on. `k` and
-            `v` read both forms.
+        kv: Keys and values: one packed array, or a pair `(k, v)` if a rank does not pass its own keys on. `k` and `v`
+            read both forms.
         q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
             caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
@@ -39,7 +39,7 @@ class Block:
         batch_index: The global row of the batch, for dropout.
         head_index: The global query head, for dropout and for `rule.mask_of_head`.
         q_segments: Segment ids: any int32. A query sees the keys with its own id; every negative id is padding, which
-            sees nothing and is seen by nothing, padding with an equal id included.
+            sees nothing and is seen by nothing, not even by padding with an equal id.
         kv_segments: The segment ids of keys; `None` exactly where `q_segments` is.
         bias: The columns of the bias for these keys. It is added after the scale and the soft cap. An entry below
             `BIAS_FORBIDS` forbids its pair, as -inf does (`visibility.with_forbidden`).
@@ -48,7 +48,8 @@ class Block:
         seed: The dropout seed of each row of the batch.
         rule: The static part of the call, such as scale, masks and tile sizes.
         padded: Whether `padded_to` added keys.
-        final: Outputs and gradients may have the dtypes of the inputs, because nothing continues, sums or merges them.
+        final: Outputs and gradients may have the dtypes of the inputs, because core neither continues, sums nor merges
+            them; otherwise they must be float32.
         bias_fixed: The bias is not differentiated, so `dbias` may be `None`.
         keys_from: For kernels with `static_masks` only: "own" if the keys are those of this rank, else the layout.
         out: For `backward` of kernels with `static_masks` only: the output over all keys and sinks, as the caller got
@@ -159,7 +160,7 @@ def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None 
 LETTERS: Final = letters_of(Block)
 """The letters of the axes of each array of a block, except `kv`, whose form varies."""
 BIAS_FORBIDS: Final = -1e5
-"""A bias below this is a mask, as -inf is. Libraries write -1e9 or the least float32 and mean that."""
+"""A bias below this masks its pair out, as -inf does: libraries write -1e9 or the least float32 to mask."""
 
 
 @jax.tree_util.register_dataclass
@@ -167,8 +168,8 @@ BIAS_FORBIDS: Final = -1e5
 class Partial:
     """Attention over some of the keys: `out`, normalised over them, and `lse`, their log-sum-exp (natural logarithm).
 
-    A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32, or, where `block.final`, may have
-    the dtype of the queries.
+    A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32; for a block with `final`
+    it may have the dtype of the queries.
     """
 
     out: Float[Array, "B T N Hv"]
@@ -178,10 +179,10 @@ class Partial:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The gradients that a kernel returns, in float32, or where `block.final` in the dtype of its input.
+    """The gradients that a kernel returns for a block: float32, or the dtypes of the inputs if `block.final`.
 
-    `dq` is the sum over the blocks so far. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
-    last two have the shapes of `block.bias` and `block.slopes`: they are summed over the axes that are 1 there.
+    `dq` is the sum over this block and the blocks before. `dk`, `dv`, `dbias` and `dslopes` are of this block alone.
+    `dbias` and `dslopes` have the shapes of `block.bias` and `block.slopes`: summed over axes of length 1 there.
     """
 
     dq: Float[Array, "B T N H"]
@@ -202,7 +203,7 @@ class Gradients:
     ) -> "Gradients":
         """The gradients of a block from a kernel that returns partial sums of `dslopes`.
 
-        `parts [B, N, ...]` are summed over all axes after the second, and over the batch where its rows share slopes.
+        `parts [B, N, ...]` are summed over all axes after the second, and over the batch if its rows share slopes.
         They are ignored if the block has no slopes.
         """
         if block.slopes is None or parts is None:
@@ -213,15 +214,16 @@ class Gradients:
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
+    """Attention over one block, forward and backward. Core has the ring, derivatives, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Without the feature GRADIENTS it needs no `backward`. Two
-    attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does; the
-    blocks of a rank's own keys then compile apart from the others. `features` are all that a descriptor may declare.
+    A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
+    `backward`. Two attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
+    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `features` are all
+    features that the descriptor of a backend with this kernel may declare.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        """Continues the online softmax from `partial` with the keys of `block`; `partial=None` is the identity."""
+        """Continues the online softmax from `partial` with the keys of `block`; `None` means no earlier keys."""
         ...
 
     def backward(
@@ -232,9 +234,9 @@ class BlockKernel(Protocol):
         delta: Float32[Array, "B N T"],
         dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
-        """The gradients of `block`, from the cotangent `dout` and `lse`, over all keys and sinks.
+        """The gradients of `block`, from the cotangent `dout`; `lse` and `delta` are over all keys and sinks.
 
-        `dq` is the sum of the blocks before, and `None` is zero.
+        `dq` is the sum over the blocks before; `None` means zero. The result's `dq` includes it.
 
         `p` is 0 for a key that is not visible, and for all keys of a query whose `lse` is -inf; else `exp(s - lse)`.
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.

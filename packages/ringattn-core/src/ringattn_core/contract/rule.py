@@ -15,21 +15,21 @@ class Rule:
     A field at its default means that the call does not use the option.
 
     Args:
-        softmax_scale: The factor of the scores, always given.
+        softmax_scale: The factor of the products `q·k`; it has no default.
         causal: A query sees no key at a later position.
         sliding_window: `(left, right)`, how far a query sees to each side, both ends inclusive; `None` is unbounded.
             A side is at least 0 and may be as large as 2^31 - 1.
-        chunk_size: A query sees the keys of its own chunk of this many positions, up to its own; at most 2^30.
+        chunk_size: A query sees the keys of its own chunk of this many positions, none after itself; at most 2^30.
         logits_soft_cap: Scores become `cap * tanh(score / cap)`, before anything is added to them.
-        dropout_prob: The probability of dropping an entry, rounded down to a multiple of 2^-16, the resolution of
-            its bits.
-        masks: The distinct masks that `mask_builder` made; empty without a builder.
+        dropout_prob: The probability of dropping an attention weight, rounded down to a multiple of 2^-16, because 16
+            random bits decide.
+        masks: The distinct masks that the call's `mask_builder` made; empty without a builder.
         mask_of_head: For each *global* head, the number of its mask in `masks`.
         increasing: Positions grow within each shard, so that visible tiles form ranges, and the first and the last
             token of a tile bound its positions.
         precision: The precision of float32 products, "default", "high" or "highest"; `None` asks for
             products as exact as sums in float32.
-        fused_backward: The backward pass may add in any order.
+        fused_backward: The backward pass may add up gradients in any order, so results may differ from run to run.
         fwd_params: The tile sizes of the forward kernel.
         bwd_params: The tile sizes of the backward kernels.
     """

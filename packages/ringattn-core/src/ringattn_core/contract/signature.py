@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signature of the function of one shard, which every backend's package offers and a `RingKernel` has."""
+"""The per-shard signature: of the function that every backend's package offers, and of a `RingKernel`."""
 
 import inspect
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from ..placement.axes import AxisName
 class RingKernel(Protocol):
     """Exact attention of one rank's queries to the keys of all ranks of a ring.
 
-    A backend may bring such a function in place of a `BlockKernel`: it then drives the ring itself. Core calls it with
-    keywords only, and without those of `OF_CORE`; every value has the one form that `Call` describes. The function of
-    `per_shard` has this signature too, and takes all that `ring_attention` takes.
+    A backend may bring such a function in place of a `BlockKernel`: it then drives the ring itself. Core passes
+    every argument by keyword, except those in `OF_CORE`; every value has the one form that `Call` describes. The
+    function of `per_shard` has this signature too, and takes every form of a value that `ring_attention` takes.
 
     `axis_name=None` means one device and no ring; a tuple of names is one ring over the product of these axes. With
     `return_lse=True` the result is `(out, lse)`. Names, order and defaults up to `fused_backward` never change.

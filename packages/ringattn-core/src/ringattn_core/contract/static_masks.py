@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a block into calls with a static mask, causal or none, and puts their results back in the block."""
+"""Cuts a block into calls whose mask is static, causal or none, and puts their results back in block order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,15 +32,15 @@ class Piece:
     queries: Part
     keys: Part
     sees_nothing: Bool[Array, "b t"] | None = None
-    """The queries that see none of the keys of the call, although it computes them. Their results are dropped."""
+    """True for queries that must see none of the keys, although the call computes them: their results are dropped."""
 
 
 def pieces(block: Block) -> list[Piece]:
     """Cuts `block`, whose mask is causal or none, into calls. Every visible pair of query and key is in one of them.
 
     Positions grow within a shard in every layout, so a rank's own keys need one causal call. For the keys of another
-    rank, the mask depends on which rank comes earlier, which is known only at run time. The calls are the same in both
-    cases, and run on different rows: XLA would wait for all sends before a `lax.cond`.
+    rank, the mask depends on which of the two ranks comes earlier, which is known only at run time. In both cases the
+    same calls run, on different rows: XLA would wait for all sends before a `lax.cond`.
     """
     if not block.rule.causal:
         return [Piece(False, _WHOLE, _WHOLE)]
@@ -64,7 +64,7 @@ _WHOLE = Part(lambda x, axis: x, lambda x, axis, fill: x)
 
 
 def _chunk(first: Bool[Array, " b"]) -> Part:
-    """The first of two chunks in the batch rows where `first` is true, else the second."""
+    """The first half of the tokens in the batch rows where `first` is true, else the second half."""
 
     def take(x: jax.Array, axis: int) -> jax.Array:
         size = x.shape[axis] // 2
@@ -81,7 +81,7 @@ def _chunk(first: Bool[Array, " b"]) -> Part:
 
 
 def _rotated(where: Bool[Array, " b"]) -> Part:
-    """All tokens, with the first moved to the end in the batch rows of `where`."""
+    """All tokens; in the batch rows where `where` is true, the first token is moved to the end."""
     return Part(
         lambda x, axis: _where(where, jnp.roll(x, -1, axis), x),
         lambda x, axis, fill: _where(where, jnp.roll(x, 1, axis), x),
@@ -89,5 +89,5 @@ def _rotated(where: Bool[Array, " b"]) -> Part:
 
 
 def _where(rows: Bool[Array, " b"], x: Any, y: Any) -> jax.Array:
-    """`x` in the batch rows of `rows`, else `y`. The batch is the first axis."""
+    """`x` in the batch rows where `rows` is true, else `y`. The batch is the first axis."""
     return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

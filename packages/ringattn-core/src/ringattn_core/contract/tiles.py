@@ -17,9 +17,9 @@ from .visibility import bounds
 class Tiles(NamedTuple):
     """For each query tile and key tile: `some`, whether any head may see any pair; `full`, whether all heads see all.
 
-    A kernel may skip a tile that is not `some`, and needs no mask for a tile that is `full`. Both are conservative:
-    `some` may be true for an invisible tile, `full` may be false for a visible one. `full` implies `some`. `g` is 1
-    where nothing depends on the batch, else `B`.
+    A kernel may skip a tile where `some` is false, and needs no mask where `full` is true. Both are conservative:
+    `some` may be true where nothing is visible, `full` may be false where every pair is. `full` implies `some`. `g` is
+    1 if nothing depends on the batch row, else `B`.
     """
 
     some: Bool[Array, "g nq nk"]
@@ -30,7 +30,7 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     """The tiles of `block`, of `q_tile` queries by `kv_tile` keys; these divide its lengths (see `Block.padded_to`).
 
     Exact for a causal mask, and for a window or chunks over consecutive positions. With several masks, the bounds of
-    each are ANDed. A mask without bounds is evaluated, a row of tiles at a time.
+    each are ANDed. A mask that is not `bounded` is evaluated pair by pair, a row of tiles at a time.
     """
     rule = block.rule
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over which mesh axes values vary, as `shard_map(check_vma=True)` tracks it."""
+"""Reads and changes over which mesh axes values vary, as `shard_map(check_vma=True)` tracks."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ def bounds(rule: Rule, positions: Any) -> tuple[Any, Any]:
     """The first and the last key position that queries at `positions` see by causality, window and chunk.
 
     A query at `i` sees a key at `j` if `low <= j <= high`; `None` is no bound on that side. Always `low <= i <= high`,
-    and neither bound falls where positions grow. `positions` and the results are int32, of NumPy or JAX; a sum beyond
+    and neither bound decreases as `i` grows. `positions` and the results are int32, of NumPy or JAX; a sum beyond
     int32 is clipped.
     """
     left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
@@ -51,13 +51,13 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
 
 
 def with_forbidden(bias: Float[Array, "*x"]) -> Float32[Array, "*x"]:
-    """The bias in float32, with -inf where it forbids a pair: below `BIAS_FORBIDS`."""
+    """The bias in float32, with -inf for every entry below `BIAS_FORBIDS`, which masks out its pair."""
     bias = bias.astype(jnp.float32)
     return jnp.where(bias < BIAS_FORBIDS, -jnp.inf, bias)
 
 
 def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:
-    """Which pairs each head sees, from the masks of the rule.
+    """True for the pairs that each head sees by the masks of the rule, the other options aside.
 
     Each distinct mask is evaluated once and then gathered by head.
     """
@@ -69,6 +69,6 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
 
 
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
-    """The most keys that a query sees by causality, window and chunk; 2^30 if a side has no bound."""
+    """The largest number of keys that any query sees by causality, window and chunk; 2^30 if a side is unbounded."""
     low, high = bounds(Rule(1.0, causal, window, chunk), np.int32(0 if chunk is None else chunk - 1))
     return 2**30 if low is None or high is None else min(int(high) - int(low) + 1, 2**30)

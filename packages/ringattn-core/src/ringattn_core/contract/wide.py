@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks add up the gradient of an array that they share: in float32, rounded once to the dtype of the array."""
+"""Lets ranks add up the gradient of an array that they share in float32, and round it once, to the array's dtype."""
 
 from collections.abc import Callable
 from typing import Any

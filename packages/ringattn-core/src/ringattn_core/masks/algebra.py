@@ -18,20 +18,20 @@ from ..errors import InputError
 
 
 class Coordinates(NamedTuple):
-    """The `positions` of some tokens, which masks compare, and their `index` in the whole sequence.
+    """The `positions` of some tokens, which most masks compare, and each token's `index` in the whole sequence.
 
-    The arrays may be NumPy's or JAX's: masks use only operators and methods that both have.
+    The arrays are of NumPy or of JAX: masks use only operators and methods that both libraries have.
     """
 
     positions: Int32[Array | np.ndarray, "*tokens"]
     index: Int32[Array | np.ndarray, "*tokens"]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def rows(self) -> "Coordinates":
-        """The tokens as queries: adds an axis for the keys at the end."""
+        """The tokens as queries: appends an axis, `[..., T, 1]`, to broadcast against keys."""
         return Coordinates(self.positions[..., None], self.index[..., None])
 
     def columns(self) -> "Coordinates":
-        """The tokens as keys: adds an axis for the queries before the last."""
+        """The tokens as keys: inserts an axis, `[..., 1, S]`, to broadcast against queries."""
         return Coordinates(self.positions[..., None, :], self.index[..., None, :])
 
 
@@ -60,11 +60,11 @@ class Mask:
         raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        """Evaluates every pair, one row of tiles at a time: exact, also for a mask that is not `bounded`."""
+        """Evaluates the mask for every pair, one row of tiles at a time; exact, and slower than bounds of positions."""
         return _evaluated((self,), q, kv)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The `(queries, keys)` shapes of the arrays in the mask; each must equal the global lengths."""
+        """The `(queries, keys)` shape of each array that the mask holds; all must equal the global lengths."""
         shape = getattr(self, "shape", None)
         own = () if shape is None else (tuple(shape),)
         return own + tuple(held for part in self._parts for held in part.shapes())
@@ -98,7 +98,7 @@ def _mask(x: Any) -> Mask:
 
 @dataclasses.dataclass(frozen=True)
 class _Pair(Mask):
-    """Two masks, combined pair by pair by `combine`."""
+    """Two masks `a` and `b`, whose boolean values for each (query, key) pair are joined by `combine`."""
 
     a: Mask
     b: Mask
@@ -143,9 +143,9 @@ class Not(Mask):
 
 
 def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-    """Tiles in which any mask shows a pair, and tiles in which all masks show every pair.
+    """`(some, full)`, each `[g, nq, nk]`: tiles in which any of `masks` shows a pair; in which all show every pair.
 
-    One loop evaluates all masks that are not `bounded`.
+    Masks that are not `bounded` are evaluated pair by pair, all in one loop.
     """
     found, loose = [mask.tiles(q, kv) for mask in masks if mask.bounded], [mask for mask in masks if not mask.bounded]
     found += [_evaluated(loose, q, kv)] if loose else []
@@ -153,7 +153,7 @@ def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[An
 
 
 def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-    """`tiles_of` from the value of every pair, one row of tiles at a time."""
+    """`tiles_of`, computed from the value of every (query, key) pair, one row of tiles at a time."""
     groups = np.broadcast_shapes(*(x.shape[:1] for x in (*q, *kv)))
     pairs = *groups, kv.index.shape[1], q.index.shape[2], kv.index.shape[2]
     columns = Coordinates(*(x[:, :, None, :] for x in kv))

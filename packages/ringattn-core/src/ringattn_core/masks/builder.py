@@ -16,7 +16,7 @@ Builder = Callable[[int, int, int, int, int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """The distinct masks, and for each global head the number of its mask. Can itself be used as a `mask_builder`."""
+    """The distinct masks, and for each global head its index in `masks`. Can itself be passed as a `mask_builder`."""
 
     masks: tuple[Mask, ...]
     of_head: tuple[int, ...]
@@ -28,7 +28,8 @@ class Built:
 def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads: int) -> Built:
     """Calls the builder once for each global head; lengths and numbers of heads are global.
 
-    Masks compare by value, and a `Predicate` by its function: make the function once, not anew for each head.
+    Heads with equal masks share one. Masks compare by value, but a `Predicate` compares by its function's identity: so
+    define the function once, not anew for each head.
     """
     if isinstance(builder, Built):
         return builder
@@ -38,7 +39,7 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
 
 
 def _mask_of_head(builder: Builder, arguments: tuple[int, int, int, int, int]) -> Mask:
-    """The result of the builder as a mask; raises if it is none, or not for the global lengths."""
+    """The builder's result for one head as a `Mask`; raises if it is no mask, or has not the global lengths."""
     try:
         result = builder(*arguments)
     except RingAttnError:

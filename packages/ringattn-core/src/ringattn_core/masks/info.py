@@ -20,10 +20,10 @@ from .int32 import INT32, POSITION, Limits, as_given, as_int32, size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskInfo:
-    """Arrays that say which keys a query sees. They are ANDed; a field that is `None` hides nothing.
+    """Arrays that say which keys a query sees: a key that every field allows. A field that is `None` hides nothing.
 
-    No form is converted to another: a dense mask stays dense, ids stay ids. To combine two forms, add a field with
-    `dataclasses.replace`.
+    No field is converted to another: a dense mask stays dense, ids stay ids. To combine two, such as ids and a dense
+    mask, set the second field with `dataclasses.replace`.
 
     Args:
         q_segment_ids: `[B, T]`. A query sees the keys with its own id; a negative id is padding.
@@ -49,9 +49,9 @@ class MaskInfo:
     def from_lengths(
         cls, q_lengths: Any, kv_lengths: Any = None, q_max: int | None = None, kv_max: int | None = None
     ) -> Self:
-        """Row `b` has `q_lengths[b]` queries and `kv_lengths[b]` keys, then padding to `q_max` and `kv_max`.
+        """Batch row `b` has `q_lengths[b]` queries and `kv_lengths[b]` keys, then padding to `q_max` and `kv_max`.
 
-        Without a maximum, rows are padded to the longest row. Without `kv_lengths`, keys have the lengths of queries.
+        Without a maximum, rows are padded to the longest row. Without `kv_lengths`, `q_lengths` serves both.
         """
         q_ids = _ids_of_lengths("q_lengths", q_lengths, "q_max", q_max)
         if kv_lengths is None and kv_max is None:
@@ -65,7 +65,7 @@ class MaskInfo:
 
     @classmethod
     def from_documents(cls, lengths: Any, total: int | None = None, restart_positions: bool = False) -> Self:
-        """Documents packed one after another, then padding up to `total`, or to the longest row.
+        """Documents packed one after another in each batch row, then padding up to `total`, or to the longest row.
 
         `lengths` are the lengths of the documents of one row, or a list of them for each row. Ids count from 0.
         With `restart_positions` every document starts at position 0 again.
@@ -90,7 +90,7 @@ class MaskInfo:
     def from_mask(cls, mask: Any) -> Self:
         """A dense mask, true where visible: `[B|1, N|1, T, S]`; `[T, S]` and `[B, T, S]` get the missing axes.
 
-        Rows are sharded like the queries and in layout order, columns are whole and in natural order.
+        The axis T is sharded like the queries and in layout order; every rank has the whole axis S, in natural order.
         """
         dense = as_given("attention_mask", mask)
         if dense.dtype != jnp.bool_ or dense.ndim not in (2, 3, 4):
@@ -103,15 +103,15 @@ class MaskInfo:
 
     @classmethod
     def from_positions(cls, q: Any, kv: Any = None) -> Self:
-        """Your own positions, `[T]` or `[B, T]`, in any order. Without `kv`, keys have the positions `q`."""
+        """Positions that the caller chooses, `[T]` or `[B, T]`, in any order. Without `kv`, keys have positions `q`."""
         q_positions = _integers("q_positions", q, ranks=(1, 2), limits=POSITION)
         kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2), limits=POSITION)
         return cls(q_positions=q_positions, kv_positions=kv_positions)
 
     def specs(self, batch_axes: AxisName, sequence_axis: AxisName, head_axes: AxisName = None) -> "MaskInfo":
-        """The `PartitionSpec` of each array that is not `None`: batch, sequence and heads over these mesh axes.
+        """A `MaskInfo` with a `PartitionSpec` in place of each array: batch, sequence and heads over these mesh axes.
 
-        The columns of the dense mask, and its axes of length 1, are not split.
+        The axis S of the dense mask, and its axes of length 1, are not split.
         """
         roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
         specs: dict[str, Any] = {

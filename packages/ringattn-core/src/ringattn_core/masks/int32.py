@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import InputError
 
 Limits = tuple[int, int, str]
-"""The least and the largest value, and the remedy for an error."""
+"""The least and the largest allowed value, and the remedy that the error for any other value names."""
 INT32: Final[Limits] = (-(2**31), 2**31 - 1, "Pass values that fit int32")
 POSITION: Final[Limits] = (1 - 2**30, 2**30 - 1, "Pass positions below 2^30: then the difference of two fits int32")
 SEED: Final[Limits] = (-(2**31), 2**32 - 1, "Pass an integer of 32 bits")
@@ -36,7 +36,7 @@ def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
 def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:
     """`x` as an array of int32; refuses other numbers, and integers beyond the limits."""
     given = as_given(argument, x)
-    huge = given.dtype == object and all(isinstance(value, int) for value in np.ravel(given))  # beyond 64 bits
+    huge = given.dtype == object and all(isinstance(value, int) for value in np.ravel(given))  # beyond int64
     if not huge and not jnp.issubdtype(given.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {given.dtype}", "It needs integers")
     fitting(argument, given, limits)
@@ -44,7 +44,7 @@ def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:
 
 
 def as_given(argument: str, x: Any) -> Any:
-    """`x` as an array, on the host if it was there. (`jnp.asarray` would cut 64-bit integers to 32 bits unseen.)"""
+    """`x` as an array, of NumPy unless JAX has it. (`jnp.asarray` would silently cut 64-bit integers to 32 bits.)"""
     if isinstance(x, jax.Array | np.ndarray):
         return x
     try:

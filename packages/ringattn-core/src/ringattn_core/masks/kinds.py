@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of masks: by position, by document, by a dense array, by a function."""
+"""The kinds of masks: from positions, document ids, a dense array, or a function."""
 
 import dataclasses
 import hashlib
@@ -27,12 +27,15 @@ def _whole_number(mask: Mask, name: str, least: int) -> None:
 
 
 def _ends(x: Any) -> tuple[Any, Any]:
-    """The minimum and the maximum of each tile."""
+    """The minimum and the maximum over the last axis, the tokens of a tile."""
     return x.min(-1), x.max(-1)
 
 
 def _first_and_last(q: Coordinates, kv: Coordinates) -> tuple[list[Coordinates], list[Coordinates]]:
-    """The tokens of least and of greatest position in each tile: of queries as rows, of keys as columns."""
+    """The least and the greatest position of each tile, for queries (as `rows`) and for keys (as `columns`).
+
+    For masks by position only: the `index` in the result is that of each tile's first token.
+    """
     q_ends, kv_ends = ([Coordinates(end, x.index[..., 0]) for end in _ends(x.positions)] for x in (q, kv))
     return [x.rows() for x in q_ends], [x.columns() for x in kv_ends]
 
@@ -40,8 +43,8 @@ def _first_and_last(q: Coordinates, kv: Coordinates) -> tuple[list[Coordinates],
 class _Monotone(Mask):
     """A mask in which a query that sees a key sees every earlier key, and every later query sees that key too.
 
-    So a tile has a visible pair exactly if its last query sees its first key, and only visible pairs exactly if its
-    first query sees its last key.
+    Earlier and later are by position. So a tile has a visible pair exactly if its last query sees its first key, and
+    all its pairs are visible exactly if its first query sees its last key.
     """
 
     @override
@@ -52,7 +55,7 @@ class _Monotone(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Full(_Monotone):
-    """Every pair."""
+    """The mask in which every query sees every key."""
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
@@ -61,7 +64,7 @@ class Full(_Monotone):
 
 @dataclasses.dataclass(frozen=True)
 class Causal(_Monotone):
-    """Keys at most `offset` positions after the query; by default none after it."""
+    """A query sees keys at most `offset` positions after it; by default none after it."""
 
     offset: int = 0
 
@@ -75,7 +78,7 @@ class Causal(_Monotone):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(_Monotone):
-    """Keys at the first `length` positions. `Prefix(n) | Causal()` is the mask of a prefix language model."""
+    """Every query sees the keys at positions below `length`. A prefix language model has `Prefix(n) | Causal()`."""
 
     length: int
 
@@ -89,7 +92,7 @@ class Prefix(_Monotone):
 
 @dataclasses.dataclass(frozen=True)
 class Local(Mask):
-    """Keys at most `left` positions before and `right` positions after the query; `None` is unbounded.
+    """A query sees keys at most `left` positions before and `right` positions after it; `None` is unbounded.
 
     The right side is `Causal(right)`; the left side is `Causal(left)` with queries and keys exchanged.
     """
@@ -113,7 +116,7 @@ class Local(Mask):
         return some, self._between(q_first, kv_last, q_last, kv_first)
 
     def _between(self, q: Coordinates, kv: Coordinates, q_left: Coordinates, kv_left: Coordinates) -> Any:
-        """Whether `q` and `kv` keep to the right side, and `q_left` and `kv_left` to the left side."""
+        """True where `q` and `kv` are within `right`, and `q_left` and `kv_left` within `left`."""
         right = Full() if self.right is None else Causal(self.right)
         seen = right.visible(q, kv)
         return seen if self.left is None else seen & Causal(self.left).visible(kv_left, q_left)
@@ -121,7 +124,7 @@ class Local(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """Keys in the query's own chunk of `size` positions, and not after the query."""
+    """A query sees keys in its own chunk of `size` positions that are not after it."""
 
     size: int
 
@@ -141,7 +144,7 @@ class Chunked(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A host array in a mask. It is compared and hashed by its digest, so that the mask can be a static argument."""
+    """A NumPy array held by a mask, compared and hashed by a digest, so that the mask can be a static argument."""
 
     array: np.ndarray = dataclasses.field(compare=False)
     digest: bytes
@@ -174,7 +177,7 @@ def _document_ids(name: str, x: Any) -> _Held:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Document(Mask):
-    """Keys of the query's own document, the same in every row of the batch.
+    """A query sees the keys of its own document. Documents are the same in every batch row.
 
     `q_ids` and `kv_ids` are host integers, one for each token of the whole sequence; a negative id is padding. Without
     `kv_ids`, keys have the ids of queries.
@@ -201,7 +204,7 @@ class Document(Mask):
         return same_segment(*self._ids(q, kv))
 
     def _ids(self, q: Coordinates, kv: Coordinates) -> list[Any]:
-        """The ids of queries and of keys, on the host where their index is."""
+        """The ids of these queries and keys: NumPy arrays where the index is one, else JAX arrays."""
         held = ((self.q_ids.array, q.index), (self.kv_ids.array, kv.index))
         on_side = ((ids if isinstance(index, np.ndarray) else jnp.asarray(ids), index) for ids, index in held)
         return [ids[index.clip(0, ids.size - 1)] for ids, index in on_side]
@@ -209,7 +212,7 @@ class Document(Mask):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Numpy(Mask):
-    """A dense host `array` `[T, S]` of the whole sequence, true where visible, addressed by global index."""
+    """A dense NumPy `array` `[T, S]` for whole sequences in natural order, true where a query sees a key."""
 
     held: _Held
     bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -240,7 +243,7 @@ def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
 
 
 def _same_span(q: Any, kv: Any) -> tuple[Any, Any]:
-    """Tile pairs whose values overlap, and tile pairs that hold one and the same value."""
+    """`(some, full)`: query and key tiles with overlapping ranges of values; tiles whose values are all equal."""
     q_low, q_high = (x[..., :, None] for x in _ends(q))
     kv_low, kv_high = (x[..., None, :] for x in _ends(kv))
     return (kv_low <= q_high) & (kv_high >= q_low), (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
@@ -248,7 +251,7 @@ def _same_span(q: Any, kv: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Predicate(Mask):
-    """Pairs where `seen(q_positions, kv_positions)` is true. `seen` uses `jax.numpy` and broadcasts."""
+    """A query sees a key where `seen(q_positions, kv_positions)` is true; `seen` uses `jax.numpy` and broadcasts."""
 
     seen: Callable[[Any, Any], Any]
     bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -256,7 +259,7 @@ class Predicate(Mask):
     def __post_init__(self) -> None:
         try:
             inspect.signature(self.seen).bind(None, None)
-        except ValueError:  # a function of C may have no signature
+        except ValueError:  # a function written in C may have no signature
             return
         except TypeError as error:
             remedy = "It needs a function (q_positions, kv_positions) -> booleans"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens and devices are: layouts, meshes, sharding and padding."""
+"""Where tokens are among the ranks, and ranks among the devices: layouts, sharding, meshes."""

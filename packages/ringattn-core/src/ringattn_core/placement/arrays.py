@@ -46,10 +46,10 @@ def as_array(argument: str, x: Any) -> jax.Array:
 
 
 def cleaned(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> Shaped[Array, "B T *rest"]:
-    """`x` with zeros where the id of a token is negative; `x` itself without ids, for then no token is padding.
+    """`x` with zeros for padding, the tokens with a negative id; `x` itself if `ids` is `None` (no padding).
 
     A masked token still enters matrix products with weight 0, and `0 * NaN` is NaN. With zeros in the padding no kernel
-    needs code for this.
+    needs code for non-finite values.
     """
     if ids is None:
         return x
@@ -85,7 +85,7 @@ def axes_with(kind: type, *wanted: str) -> dict[str, int]:
 
 
 def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-    """Whether the shape agrees with the array's letters and their `sizes`."""
+    """Whether `shape` agrees with the letters of the array type and the known `sizes` of these letters."""
     if len(shape) > len(letters(array)) or (len(shape) < len(letters(array)) and "*" not in array.dim_str):
         return False
     named = zip(letters(array, len(shape)), shape, strict=True)
@@ -116,7 +116,7 @@ class Roles:
         return carried.get(letter.upper() if broadcasts(letter) else letter, ())
 
     def spec(self, array: Any, shape: tuple[int, ...] | None = None) -> PartitionSpec:
-        """How an array is split over the mesh; an axis that is 1 and broadcast is not split."""
+        """How an array of this type is split over the mesh; a broadcast axis of length 1 is not split."""
         names = letters(array, None if shape is None else len(shape))
         whole = [shape is not None and broadcasts(name) and shape[i] == 1 for i, name in enumerate(names)]
         return PartitionSpec(*(() if w else self.of(name) for name, w in zip(names, whole, strict=True)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mesh axis name means inside a traced function: its size, this rank's coordinate, whether it is bound."""
+"""Sizes, coordinates and collectives of mesh axes, by name, inside a traced function."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ AxisName = str | Sequence[str] | None
 
 
 def names(axis: AxisName, argument: str = "axis_name") -> tuple[str, ...]:
-    """The axis names as a tuple, from no name, one name or several."""
+    """The axis names as a tuple, from `None`, one name, or a sequence of names."""
     if axis is None:
         return ()
     found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else (axis,)
@@ -60,12 +60,12 @@ def bound(axis: tuple[str, ...]) -> bool:
 
 
 def manual() -> frozenset[str]:
-    """The mesh axes of the surrounding `shard_map`; none outside one."""
+    """The mesh axes over which a surrounding `shard_map` is manual; empty outside a `shard_map`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def tracked() -> frozenset[str]:
-    """The `manual` axes for which JAX tracks which values vary: all of them under `check_vma=True`, else none."""
+    """The `manual` axes for which JAX tracks which values vary over them: all under `check_vma=True`, else none."""
     return frozenset(name for name in manual() if name in varying(jax.lax.axis_index(name)))
 
 
@@ -80,7 +80,7 @@ def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
 
 
 def all_gathered(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: int) -> Array:
-    """The arrays of all ranks, concatenated along axis `dim` in the order of `coordinate`; `rank` is this rank."""
+    """The arrays `x` of all ranks, concatenated along axis `dim` in the order of `coordinate`; `rank` is this rank."""
     if bound(axis):
         return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     # JAX cannot gather over the axis name of a `vmap` in a backward pass, but it can sum over it.
@@ -90,7 +90,7 @@ def all_gathered(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: in
 
 
 def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: int) -> Array:
-    """This rank's share, along axis `dim`, of the sum of the arrays of all ranks."""
+    """A reduce-scatter: this rank's share, along axis `dim`, of the sum of the arrays `x` of all ranks."""
     if bound(axis):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     length = x.shape[dim] // ranks

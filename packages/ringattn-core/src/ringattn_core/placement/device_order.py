@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a ring visits the devices of a grid: every hop is short, also from the last rank to the first."""
+"""Orders the devices of a grid into rings with short hops, also from the last rank to the first."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ def rings(devices: Sequence[Any], ranks: int) -> list[list[Any]]:
     """Splits devices into rings of `ranks` each, by their `slice_index`, `coords` and `core_on_chip`.
 
     A ring fills a box of the grid within one slice, and consecutive rings fill neighbouring boxes. Each hop goes to
-    another core of the chip or to a neighbouring chip; where the box has no closed path of such hops, some go two
-    chips. If `ranks` exceeds a slice, a ring is made of whole slices, with one hop between slices for each of them.
+    another core of the chip or to a neighbouring chip; if the box has no closed path of such hops, some hops go two
+    chips far. If `ranks` exceeds a slice, a ring is made of whole slices, with one hop to the next slice from each.
     """
     slices: dict[int, list[Any]] = {}
     for device in devices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of the whole sequence each rank holds, and in which order."""
+"""The layouts: which tokens of the whole sequence each rank holds, and in which order."""
 
 import dataclasses
 from typing import Any, Final
@@ -25,7 +25,7 @@ def canonical(layout: Any) -> str:
 
 
 def pieces(layout: str) -> int:
-    """The number that must divide the length of a shard: 2 for "zigzag", else 1."""
+    """The number of equal chunks that a shard is made of, which must divide its length: 2 for "zigzag", else 1."""
     return 2 if layout == "zigzag" else 1
 
 
@@ -92,7 +92,7 @@ class Shards:
         return self._indices(np.arange(self.count, dtype=np.int32)[:, None], steps, np.where).reshape(-1)
 
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:
-        """The entries of `x` for the tokens of `rank`, in its order. The last axis of `x` is in natural order."""
+        """Entries of `x` for the tokens of `rank`, in the rank's order; the last axis of `x` is in natural order."""
         length = x.shape[-1] // self.count
         if self.layout == "striped":
             grid = x.reshape(*x.shape[:-1], length // self.stripe, self.count, self.stripe)

@@ -21,8 +21,8 @@ def ring_mesh(
 ) -> Mesh:
     """A mesh whose axis `axis_name` is a ring of short hops. By default it is the only axis, over all devices.
 
-    On TPUs every hop of the ring, also from the last rank to the first, is one link of the grid; at most two where the
-    devices form a line or are odd in number. With `axis_sizes`, such as `{"data": 8, "sp": 8}`, each ring is a compact
+    On TPUs every hop of the ring, also from the last rank to the first, is one link of the grid, or at most two if the
+    devices form a line or are odd in number. With `axis_sizes`, as in `{"data": 8, "sp": 8}`, each ring is a compact
     box of the grid, and the other axes count the boxes. CPUs and GPUs keep their order, and each ring has consecutive
     devices: GPUs have coordinates too, but no grid of links, and XLA optimises only where the devices are in order.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which platform a call will run: that of its mesh, else of its arrays, else of the default device."""
+"""Finds the platform on which a call will run: of its mesh, else of its arrays, else of the default device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -87,7 +87,7 @@ def _sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: tuple[Any, ...]) -> jax.Array:
-    """The tokens in the order of `index`, sharded as before. Tokens that explicit axes split are all-gathered first."""
+    """The tokens of `x` in the order of `index`, sharded like `x`. All-gathers tokens that explicit axes split."""
     tokens = (*[slice(None)] * axis, index)
     if mesh is None or mesh.empty:
         return x[tokens]
@@ -98,7 +98,7 @@ def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: tuple[An
 
 
 def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
-    """Each rank sends its two halves. In natural order rank r has the halves 2r and 2r+1, in zigzag r and 2R-1-r.
+    """Each rank sends both halves of its shard. Rank r has halves 2r and 2r+1 in natural order, r and 2R-1-r in zigzag.
 
     One permute sends the half with the even number of every rank, another the half with the odd number. In zigzag
     order, an odd rank holds the half with the odd number first.
@@ -119,7 +119,7 @@ def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse:
 
 
 def _striped(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
-    """Each rank sends token i of its natural shard to rank i % R. That is right because R divides the shard length."""
+    """Each rank sends token i of its natural shard to rank i % R, which is right only if R divides the shard length."""
     shape = (*x.shape[:axis], *((x.shape[axis], 1) if inverse else (-1, ranks)), *x.shape[axis + 1 :])
     split, joined = (axis, axis + 1) if inverse else (axis + 1, axis)
     return jax.lax.all_to_all(x.reshape(shape), over, split, joined, tiled=True).reshape(x.shape)

@@ -20,7 +20,7 @@ from .sends import KV, after, after_on_cpu, packed, sent, total
 
 
 class Sums(NamedTuple):
-    """Gradients over the hops so far, `None` before the first: kernels continue `dq`, core adds up the others."""
+    """Gradients summed over the hops so far, `None` before the first: kernels add to `dq`, core to the other two."""
 
     dq: jax.Array | None = None
     dbias: jax.Array | None = None
@@ -28,7 +28,8 @@ class Sums(NamedTuple):
 
 
 Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
-"""Returns the gradients of the keys that have travelled some offset to this rank, and continues the other gradients."""
+"""`body(kv, offset, sums)`: the gradients of the keys and values `kv`, which have travelled `offset` to this rank, and
+`sums` with the gradients of this hop added: a kernel, or the loop over a level."""
 
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
@@ -59,7 +60,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         body = around(level, body)
     if ring.gathers:
         body = whole_keys.backward(ring, location, body)
-    # The first send waits for the forward pass: for `dout` as it came, as an array derived from it is computed later.
+    # The first send waits for the forward pass, by way of the raw `dout`: an array derived from it is computed later.
     dkv, sums = body(after(own, raw) if travel else own, 0, Sums())
     dk, dv = dkv.pair(call.query.shape[-1])
     gradients = {"query": sums.dq, "key": dk, "value": dv, "softmax_aux": _sink_gradients(kept, delta)}
@@ -67,11 +68,11 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own last.
+    """The loop over a `Level`: calls `body` with the keys of each rank that the level brings here, this rank's last.
 
-    The kernel with this rank's own keys hides the last send. Gradients leave one hop after the kernel that computed
-    them. If keys are passed on, their gradients follow the keys, and each rank adds its contribution (`total`). If rows
-    came straight from their owner, the gradients go straight home.
+    The kernel with this rank's own keys hides the last send. Gradients of keys leave during the hop after
+    the kernel that computed them. If keys are passed on from rank to rank, their gradients follow them, and each rank
+    adds its contribution (`total`). If keys came straight from their owner, their gradients go straight back to it.
     """
 
     def loop(own: KV, base: Any, sums: Sums) -> tuple[KV, Sums]:
@@ -82,7 +83,7 @@ def around(level: Level, body: Body) -> Body:
             keys_out = after(own, sums.dq) if level.straight else kv
             gradients_out = after(gradients_out, kv)
             keys_in, gradients_in = sent(level, keys_out, hop.keys), sent(level, gradients_out, hop.gradients)
-            if keys_in is None:  # no send of keys holds this kernel back until the gradients can leave
+            if keys_in is None:  # otherwise the send of keys holds this kernel back until the gradients can leave
                 kv = after(kv, gradients_out)
             sums = sums._replace(dq=after_on_cpu(sums.dq, (keys_in, gradients_in)))
             dkv, sums = body(kv, base + hop.offset, sums)

@@ -17,19 +17,19 @@ from .sends import KV, after_on_cpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """What is static about a call to the engine, beside the options of the call."""
+    """The static description of a ring: the kernel, the mesh axes, how tokens are sharded, and the levels of hops."""
 
     kernel: BlockKernel
     axis: tuple[str, ...]
     queries: Shards
     keys: Shards
-    """The shards of keys: as of queries, or one in natural order if a rank gathers the keys of all ranks."""
+    """How keys are sharded: like queries, or one shard in natural order if each rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
-    """Innermost first; none if a rank needs no other rank's keys, or gathers them."""
+    """The levels of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
 
     @property
     def gathers(self) -> bool:
-        """Whether a rank gathers the keys of all ranks, and computes one block with them."""
+        """Whether each rank gathers the keys of all ranks, and computes one block with them."""
         return self.keys.count < self.queries.count
 
     @property
@@ -52,9 +52,9 @@ class Location:
     head_index: Int32[Array, " N"]
 
     def after_on_cpu(self, done: Any) -> "Location":
-        """The location, whose rank XLA on CPU reads only after the arrays in `done` are computed.
+        """This location, but on CPU XLA reads its rank only after the arrays in `done` are computed.
 
-        Positions and tile lists derive from the rank. Without this order XLA computes those of all hops at once.
+        Positions and tile lists derive from the rank. Without this order XLA computes them for all hops at once.
         """
         return dataclasses.replace(self, rank=after_on_cpu(self.rank, done))
 
@@ -65,9 +65,9 @@ def owner(ring: Ring, location: Location, offset: Any) -> Any:
 
 
 def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Block:
-    """This rank's queries against the keys in `kv`, which have travelled `offset`.
+    """The `Block` of this rank's queries against the keys in `kv`, which have travelled `offset` (see `plan.Hop`).
 
-    The ids and positions of keys in `call` are those of all ranks.
+    In `call`, segment ids and positions of keys are those of the keys of all ranks.
     """
     shard, length = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
     q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
@@ -103,9 +103,9 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
 
 def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start: int) -> jax.Array:
-    """`whole`, whose last axis is over all keys, with `part` written to the keys of `shard` from its row `start` on.
+    """`whole` (its last axis has all keys, in natural order) with `part` at the keys of `shard` from row `start` on.
 
-    Columns for other rows of this shard become 0: no other hop has the shard.
+    The columns of the shard's other keys become 0: no other hop has the shard.
     """
     missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
     if missing:
@@ -114,7 +114,7 @@ def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
-    """The entries of `x` for the rows in `kv`; the last axis of `x` is over the rows of the whole shard."""
+    """The entries of `x` for the rows that `kv` holds; the last axis of `x` has a whole shard, or just these rows."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
 

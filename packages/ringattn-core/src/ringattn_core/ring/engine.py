@@ -25,8 +25,8 @@ from .plan import levels
 def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
     """`(out, lse)` of one shard, by the ring engine over `kernel`.
 
-    With `gathers`, each rank gathers the keys of all ranks and computes one block, without a ring. `stripe` is the
-    length of a run of consecutive tokens in a shard of the striped layout.
+    With `gathers`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is how many
+    consecutive tokens form a run in a shard of the striped layout.
     """
     ring, location = prepared(kernel, call, None, gathers, stripe)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
@@ -38,10 +38,10 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
 def prepared(
     kernel: Any, call: Call, place: tuple[Any, ...] | None = None, gathers: bool = False, stripe: int = 1
 ) -> tuple[Ring, Location]:
-    """What the engine reads: the static description of the ring, and the location of this rank.
+    """Prepares the engine's inputs: the static description of the ring, and the location of this rank.
 
-    `place` is a rank and the number of ranks along each axis of the ring; by default those of this device along the
-    call's axes. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
+    `place` is `(rank, ranks along each axis of the ring ...)`; by default those of this device along the axes of
+    `call.axis_name`. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
@@ -63,7 +63,7 @@ def prepared(
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
-    """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes split."""
+    """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes `axis` split."""
     return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
 
 
@@ -98,9 +98,9 @@ first_derivative_only = without_derivative(
 def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
     """The forward rule. JAX passes each input together with whether it is differentiated.
 
-    The backward pass must know whether the bias is differentiated. The length of the first residual says so: 1 for a
-    bias that is not, else 0. A static value could not, because JAX keeps one tree structure of residuals for each
-    function that it has traced, whichever inputs are differentiated.
+    The backward pass must know whether the bias is differentiated. The length of the first residual tells: 1 for a bias
+    that is not differentiated, else 0. A static value could not tell, because JAX keeps one tree structure of residuals
+    for each function that it has traced, whichever inputs are differentiated.
     """
     call, location = jax.tree.map(lambda x: x.value, given)
     bias_fixed = call.bias is not None and not given[0].bias.perturbed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass round the ring: each hop sends the keys on and computes with the keys that are here."""
+"""The forward pass round the ring: each hop sends keys for the next hop while the kernel uses the keys at hand."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from .sends import KV, after, packed, sent
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
 Body = Callable[[KV, Any, Partial | None], Partial]
-"""Continues a partial result with the keys that have travelled some offset to this rank: a kernel, or a loop."""
+"""`body(kv, offset, partial)`: continues `partial` with the keys `kv`, which have travelled `offset` to this rank: a
+kernel, or the loop over a level."""
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +59,7 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own first."""
+    """The loop over a `Level`: calls `body` with the keys of every rank that it brings here, this rank's own first."""
 
     def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hops a ring makes: whose keys a rank has at each hop, and what it sends meanwhile."""
+"""Plans the hops of a ring: whose keys a rank has at each hop, and what the rank sends meanwhile."""
 
 import dataclasses
 import functools
@@ -16,26 +16,26 @@ from ..masks import Coordinates, any_of
 from ..placement.layout import Shards, pieces
 
 UNROLLED: Final = 8
-"""Up to this many hops, a rank's own keys not counted, are unrolled, which XLA overlaps best. More run in a `scan`,
-which keeps programs small, unless their sends differ because masks leave out hops in the middle."""
+"""Up to this many hops (the hop with a rank's own keys not counted) are unrolled, which XLA overlaps best. More hops
+run in a `scan`, which keeps programs small, unless their sends differ because masks leave out hops in the middle."""
 MOST_TILES: Final = 64
-"""Rows that travel are counted in tiles: a shard has at most this number of them."""
+"""Only whole tiles of a shard's rows are sent; the plan cuts a shard into at most this many tiles."""
 
 
 class Send(NamedTuple):
-    """One permute along a level: every rank sends a shard, or some `rows` of it, to the rank `shift` places on."""
+    """One permute: every rank sends a shard, or only its `rows`, to the rank `shift` places further round the level."""
 
     shift: int
     rows: tuple[int, int] | None = None
-    """The first row, and one more than the last."""
+    """The first row that is sent, and one more than the last; `None` sends the whole shard."""
 
 
 class Hop(NamedTuple):
-    """One hop: how far the keys that are here have travelled, and what is sent meanwhile.
+    """One hop: how far the keys that this rank computes with have travelled, and what it sends meanwhile.
 
-    `offset` says which rank's keys are here (`source`): a number with a digit for each level, which says how many ranks
-    of that level they have travelled. `keys` sends the keys of the next hop, and `gradients` the gradients that the hop
-    before has computed; `None` sends nothing.
+    `offset` says whose keys these are (`source`): a number with a digit for each level, which says how many ranks of
+    that level the keys have travelled. `keys` sends the keys of the next hop, and `gradients` the gradients of the keys
+    of the hop before; `None` sends nothing.
     """
 
     offset: Any
@@ -45,12 +45,12 @@ class Hop(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A ring over a mesh axis or several: at hop `t`, rank `r` has keys of rank `r - distances[t]`; the first is 0.
+    """A ring over one or more mesh axes: at hop `t`, rank `r` has keys of rank `r - distances[t]`; `distances[0]` is 0.
 
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
-    their owner, and their gradients go straight home; such a level is the only one, and its hops are unrolled. `stride`
-    is how far apart neighbours of this level are in the whole ring: the product of the sizes of the levels inside it.
-    `distances`, and the shifts of sends, count ranks of this level.
+    the rank that owns them, and their gradients go straight back; such a level is the only one, and its hops are
+    unrolled. `stride` is how far apart neighbours of this level are in the whole ring: the product of the sizes of the
+    levels inside it. `distances`, and the shifts of sends, count ranks of this level.
     """
 
     axis: tuple[str, ...]
@@ -58,7 +58,7 @@ class Level:
     distances: tuple[int, ...]
     stride: int = 1
     rows: tuple[tuple[int, int], ...] | None = None
-    """The rows of a shard that some rank sees at each hop."""
+    """For each hop, the first row of a shard that some rank sees at that hop, and one more than the last."""
 
     @property
     def straight(self) -> bool:
@@ -67,31 +67,31 @@ class Level:
 
     @property
     def forward(self) -> tuple[Hop, ...]:
-        """The hops of the forward pass."""
+        """The hops of the forward pass, the hop with this rank's own keys first."""
         return tuple(Hop(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.distances)))
 
     @property
     def first(self) -> Send:
-        """The send before the first hop of the backward pass."""
+        """The send, before the first hop of the backward pass, of the keys of that hop."""
         return Send(self.distances[1], self.rows[1] if self.rows else None)
 
     @property
     def backward(self) -> tuple[Hop, ...]:
-        """The hops of the backward pass with keys of other ranks."""
+        """The hops of the backward pass at which a rank computes with another rank's keys; `own` comes after them."""
         hops = range(1, len(self.distances))
         return tuple(Hop(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
 
     @property
     def own(self) -> Hop:
-        """The last hop of the backward pass, with a rank's own keys: the last gradients go home meanwhile."""
-        last = self.distances[-1]  # whole shards go onward round the ring to get home: often one rank
+        """The last hop of the backward pass: a rank computes with its own keys, and sends the last gradients home."""
+        last = self.distances[-1]  # whole shards go onward round the ring to their owner, often one rank further
         return Hop(0, None, Send(self.ranks - last if self.rows is None else -last))
 
     def _travelled(self, hop: int) -> int:
         return self.distances[hop] * self.stride
 
     def _bringing(self, hop: int) -> Send | None:
-        """The send of the keys of `hop`, during the hop before."""
+        """The send that brings the keys of `hop`, during the hop before; `None` if there is no such hop."""
         if hop == len(self.distances):
             return None
         if self.rows is None:
@@ -99,7 +99,7 @@ class Level:
         return Send(self.distances[hop], self.rows[hop])
 
     def _behind(self, hop: int) -> Send | None:
-        """The send, during `hop`, of the gradients of the hop before: behind their keys, or straight home."""
+        """The send, during `hop`, of the gradients from the hop before: after their keys, or straight to the owner."""
         if hop == 1:
             return None
         return self._bringing(hop) if self.rows is None else Send(-self.distances[hop - 1])
@@ -109,9 +109,9 @@ class Level:
         return [(rank, (rank + shift) % self.ranks) for rank in range(self.ranks)]
 
     def each(self, one_hop: Callable[[Any, Hop], Any], carry: Any, hops: Sequence[Hop]) -> Any:
-        """`carry = one_hop(carry, hop)` for each of `hops`: unrolled, or all but the first and the last in a `scan`.
+        """Runs `carry = one_hop(carry, hop)` for all `hops`: unrolled, or with all but the first and last in a `scan`.
 
-        A `scan` needs hops that send the same. A hop of this level is `stride` hops of the whole ring.
+        In a `scan` all hops must make the same sends. A hop of this level is `stride` hops of the whole ring.
         """
         between = hops[1:-1]
         if (len(self.distances) - 1) * self.stride <= UNROLLED or len({hop[1:] for hop in between}) != 1:
@@ -149,7 +149,7 @@ def levels(
 
 
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
-    """The rank whose keys have travelled `offset` to `rank`; either may be an array.
+    """The rank whose keys have travelled `offset` to `rank`; both may be arrays.
 
     Each digit of an offset counts back round its own level. With one level, that is `rank - offset`.
     """
@@ -160,11 +160,11 @@ def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
 
 
 def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """The offsets at which some query may see some key, each with the rows of a shard that some rank sees.
+    """The offsets at which some query may see some key, each with the range of a shard's rows that some rank sees.
 
     `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position and
-    `rule.increasing` is true. Segment ids leave out none, because they are known only at run time. More than `UNROLLED`
-    hops have the rows of whole shards.
+    `rule.increasing` is true. Segment ids leave out none, because they are known only at run time. If more than
+    `UNROLLED` hops remain, each has all rows of a shard.
     """
     others, whole = range(1, shards.count), (0, lengths[1])
     if not rule.increasing:
@@ -184,10 +184,10 @@ def _seen_rows(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int
 
 
 def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, parts: int) -> np.ndarray:
-    """Which tiles of each rank's queries may see which tiles of the keys that have travelled `offset`.
+    """True where a tile of a rank's queries may see a tile of the keys that have travelled `offset` to it.
 
     A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
-    `[ranks, query tiles, key tiles]`. Positions increase in a tile, so its ends bound them; ids of documents need not.
+    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them; document ids need not.
     """
     q, kv = (_tiles(shards, length, parts) for length in lengths)
     q_ends, kv_ends = ((x[..., 0], x[..., -1]) for x in (q, kv))
@@ -201,7 +201,7 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
 
 @functools.lru_cache(maxsize=16)
 def _tiles(shards: Shards, length: int, parts: int) -> np.ndarray:
-    """The indices of the tokens of each tile of each rank, `[ranks, tiles, tokens]`."""
+    """The global index of each token, `[ranks, tiles, tokens]`: each shard cut into up to `parts` equal tiles."""
     count = pieces(shards.layout)
     while 2 * count <= parts and length % (2 * count) == 0:
         count *= 2

@@ -17,12 +17,12 @@ def remat_policy(*, offload: bool = False) -> Callable[..., Any]:
     """A policy for `jax.checkpoint` that keeps the output and the log-sum-exp of every ring, and nothing else.
 
     The backward pass of `jax.checkpoint(layer, policy=remat_policy())` computes the projections of the layer again, but
-    it neither runs the forward kernels again nor sends keys for them. (Only "ulysses" exchanges heads again.)
-    With `offload`, both arrays are kept in memory of the host (`pinned_host`). To keep more, join two policies
+    it neither runs the forward kernels again nor sends keys for them. (Only strategy "ulysses" exchanges heads again.)
+    With `offload`, both arrays are kept in host memory (`pinned_host`). To keep more, join two policies
     by `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
-        offload: Keeps both arrays in the memory of the host instead of the device.
+        offload: Keeps both arrays in host memory instead of device memory.
     """
     if not isinstance(offload, bool):
         raise InputError("offload", f"got {offload!r}", "It must be True, to the memory of the host, or False")

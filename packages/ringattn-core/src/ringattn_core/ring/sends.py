@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels round a ring, how it is sent, and what each send waits for."""
+"""The keys, values and gradients that travel round a ring, how they are sent, and what each send waits for."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from .plan import Level, Send
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed as they travel."""
+    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed in one array."""
 
     arrays: packing.Packed | tuple[jax.Array, jax.Array]
     start: int = dataclasses.field(default=0, metadata={"static": True})
-    """The number of the first row in its shard."""
+    """Which row of its shard the first row is; 0 for a whole shard."""
 
     @property
     def length(self) -> int:
@@ -41,9 +41,9 @@ def packed(kv: KV) -> KV:
 
 
 def sent(level: Level, kv: KV | None, send: Send | None) -> KV | None:
-    """What arrives at this rank by `send`, if every rank sends its `kv`; `None` if there is nothing to send.
+    """Sends `kv` along `level`, and returns what arrives at this rank; `None` if `kv` or `send` is `None`.
 
-    Where `send` names rows, `kv` is a whole shard.
+    If `send` names rows, `kv` must be a whole shard.
     """
     if kv is None or send is None:
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers what all ranks have: ids and positions for the hops, and for the strategy "all_gather" keys and values.
+"""Gathers arrays of all ranks: key ids and positions, and for the strategy "all_gather" keys and values too.
 
-That strategy has no hops: each rank computes one block with the keys of all ranks, in natural order.
+"all_gather" has no hops: each rank computes one block with the keys of all ranks, in natural order.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ def with_all_ids(ring: Ring, call: Call, location: Location) -> Call:
 
 
 def forward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a body that gathers the keys of all ranks and calls `body` once with all of them."""
+    """In the forward pass: makes a function that gathers the keys of all ranks and calls `body` once with all keys."""
     return lambda kv, *carry: body(_all_keys(ring, location, kv), *carry)
 
 
 def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
-    """In the backward pass: calls `body` with the keys of all ranks; reduce-scatters `dk` and `dv` in float32.
+    """In the backward pass: makes a function that calls `body` with all ranks' keys and reduce-scatters `dk` and `dv`.
 
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
     """

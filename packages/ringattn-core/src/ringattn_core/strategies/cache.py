@@ -23,11 +23,11 @@ from ..ring.forward import Result, sinks_of
 from ..ring.sends import KV
 
 SHORTEST_CHUNK: Final = 1024
-"""The fewest keys in a chunk of a rank's cache."""
+"""The fewest keys in a chunk, if a rank's cache is cut into chunks that a kernel runs in parallel."""
 PER_HEAD: Final = tuple(name for name in axes_with(Block, "N", "n") if name not in ("q", "head_index"))
 """The optional arrays of a block that have a value for each query head."""
 MOST_CHUNKS: Final = 128
-"""The most chunks of all batch rows and key heads together: about the multiprocessors of a large GPU."""
+"""The most chunks of all batch rows and key heads together: about the number of multiprocessors of a large GPU."""
 
 
 def attend(kernel: BlockKernel, call: Call) -> Result:
@@ -89,7 +89,7 @@ def _with_increasing_positions(block: Block) -> Block:
 
 
 def _group(block: Block) -> int:
-    """How many query heads of a key head become rows: all, or 1 if another array has a value for each query head."""
+    """How many query heads of one key head become rows of queries: all, or 1 if an array in `PER_HEAD` is used."""
     return block.group if all(getattr(block, name) is None for name in PER_HEAD) else 1
 
 
@@ -100,7 +100,7 @@ def _chunks(block: Block) -> int:
 
 
 def _chunked(block: Block, count: int) -> Block:
-    """The block with the chunks of its keys as batch rows. Keys and values are not moved in memory."""
+    """The block with its keys cut into `count` chunks as batch rows, each with all queries; no keys move in memory."""
     batch, length = block.q.shape[0], block.kv_length // count
 
     def rows(x: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ def _chunked(block: Block, count: int) -> Block:
 
     of_keys = {name: jnp.tile(rows(getattr(block, name)), (batch, 1)) for name in ("kv_positions", "kv_index")}
     of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "batch_index")}
-    if batch > 1:  # else the one row of positions serves all chunks
+    if batch > 1:  # otherwise one row of positions serves all chunks
         of_queries["q_positions"] = jnp.repeat(block.q_positions, count, 0)
     return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the strategy of a call on one shard, the one that it names or one by a rule, and runs it."""
+"""Chooses the strategy of a rank's call, by name or for "auto" by a rule, and runs it."""
 
 import dataclasses
 from typing import Any
@@ -18,9 +18,9 @@ from . import STRATEGIES, ulysses
 
 
 def settled(registration: Registration, call: Call) -> str:
-    """The strategy that runs the call of one shard.
+    """The strategy that runs a rank's call: "ring", "all_gather" or "ulysses".
 
-    Raises `InputError` if the call names a strategy that it, or its backend, cannot run.
+    Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
     """
     axis = call.axis_name or ()
     ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
@@ -44,7 +44,7 @@ def strategy_on(registration: Registration | None, call: Call, ranks: int, inner
 
 
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
-    """The rule of "auto": the ring where masks by position leave out keys; else "ulysses" if key heads divide evenly.
+    """Whether "auto" chooses "ulysses": if masks by position leave out no keys, and key heads divide evenly.
 
     The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
     """
@@ -52,13 +52,13 @@ def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
 
 
 def _leaves_out_keys(call: Call, ranks: int) -> bool:
-    """Whether the ring would leave out hops, or rows of keys, because by their positions no query sees them."""
+    """Whether the ring would leave out hops, or rows of keys, that by position no query sees."""
     rows = visits(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
     return len(rows) < ranks or {*rows.values()} != {rows[0]}
 
 
 def refusals(registration: Registration | None, call: Call, ranks: int, inner: int) -> dict[str, str]:
-    """The strategies that cannot run the call, each with the reason: for its heads, or for what its backend lacks."""
+    """The strategies that cannot run the call, each with the reason: the call's heads, or what the backend lacks."""
     why_not: dict[str, str] = {}
     if registration is not None and registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
@@ -75,7 +75,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 
 def run(registration: Registration, call: Call) -> Any:
-    """The output of one shard, or `(out, lse)`. `call.strategy` is one that `settled` returns."""
+    """A rank's output, or `(out, lse)` with `return_lse`. `call.strategy` must be one that `settled` returns."""
     moved = _that_runs(call)
     tuned = with_parameters(registration, moved.narrowed())
     moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
@@ -89,10 +89,10 @@ def run(registration: Registration, call: Call) -> Any:
 
 
 def tuned_as(call: Call) -> Call:
-    """The call for which tuning chooses parameters, as kernels read it."""
+    """The call whose shapes and dtypes tuning chooses parameters for: with "ulysses", after the exchange of heads."""
     return _that_runs(call).narrowed()
 
 
 def _that_runs(call: Call) -> Call:
-    """The call that the engine runs: with "ulysses", it has some heads and all tokens of a group."""
+    """The call that the engine runs; with "ulysses", the call after ranks exchanged heads for tokens."""
     return ulysses.by_heads(call) if call.strategy == "ulysses" else call

@@ -67,7 +67,7 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 
 
 def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
-    """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
+    """The array `x` of the call with this rank's share of heads and all tokens of the group, if it has such axes."""
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
     layout = call.layout
     if tokens is None and heads is not None:
@@ -82,8 +82,8 @@ def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> 
             return _exchanged(x, tokens, heads, layout, axis, ranks)
         return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
 
-    # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over others if it is
-    # wide already.
+    # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over other mesh axes
+    # if the bias is named in `call.wide`.
     if name == "bias" and (heads is None or name in call.wide):
         return with_wide_gradient(x, move, call.query.dtype if name in call.wide else x.dtype, axis)
     return move(x)
@@ -95,7 +95,7 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
-    """The number of the axis with one of these letters, if the array has one and does not broadcast over it.
+    """The number of the axis of `x` with one of these letters; `None` if it has none, or broadcasts over that axis.
 
     An axis `t` of length 1 does not broadcast if the shard has only one query.
     """

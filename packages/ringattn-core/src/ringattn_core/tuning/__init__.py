@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel parameters a call runs with: its own, an overlay's, tuned ones, or the backend's default."""
+"""Which kernel parameters (tile sizes) a call uses: its own, an overlay's, tuned ones, or the backend's default."""
 
 from .choice import forget as forget
 from .choice import overlay as overlay

@@ -36,7 +36,7 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """The directory of the cache files; `None`, with a warning, for a user without a home directory."""
+    """The directory of the cache files; `None`, with a warning, if the user has no cache directory."""
     asked = os.environ.get(VARIABLE)
     if asked:
         return Path(os.path.abspath(os.path.expanduser(asked))) / "tuning"
@@ -85,7 +85,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
 
 
 def entries() -> list[Entry]:
-    """Every entry, the newest last."""
+    """Every readable entry of the cache on disk, the newest last."""
     root = directory()
     try:
         paths = [] if root is None else sorted(root.glob("*.json"), key=lambda path: path.stat().st_mtime)
@@ -105,7 +105,7 @@ def clear() -> int:
 
 
 def _read(path: Path, key: str | None = None) -> Entry | None:
-    """The entry in a file, or `None`; with a `key`, only that of this problem."""
+    """The entry in a file; `None`, usually with a warning, if it is missing, unreadable, or not for problem `key`."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         if told["format"] != _FORMAT:

@@ -26,20 +26,20 @@ POLICIES: Final = ("off", "cached", "on")
 _logger: Final = logging.getLogger("ringattn")
 _overlays: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.ContextVar("overlays", default=())
 _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
-"""What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
+"""What this process has tuned or read from disk: the backend's default if tuning failed, `None` if disk has none."""
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
-"""Counts changes of `_known`. A program traced before one may run with old parameters."""
+"""Counts changes of `_known`. A program that was traced before a change may have other parameters."""
 
 
 def policy() -> str:
     """What `RINGATTN_AUTOTUNE` says: "off", "cached" (the default) or "on". Each allows more than the one before it.
 
-    "off" is the backend's default, without reading the cache. "cached" is the result of an earlier tuning of this
-    problem, else the backend's default. "on" is the result of an earlier tuning, else tunes now.
+    "off" uses the backend's default and does not read the cache. "cached" uses the result of an earlier tuning of this
+    problem, else the backend's default. "on" uses the result of an earlier tuning, else tunes now.
 
-    Where several processes run one program, all must compile the same program. No call tunes then, and the cache is
-    read only if `RINGATTN_CACHE_DIR` is set, which must name the same directory for all.
+    If several processes run one program, all must compile the same program. So "on" then means "cached", and the
+    cache is read only if `RINGATTN_CACHE_DIR` is set; it must name the same directory for all processes.
     """
     said = os.environ.get(VARIABLE, "").strip().lower() or "cached"
     if said not in POLICIES:
@@ -52,9 +52,10 @@ def policy() -> str:
 
 @contextlib.contextmanager
 def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
-    """Sets the forward or backward parameters in `cfg` for the calls in this context that set none.
+    """Gives the forward or backward parameters of `cfg` to calls inside the `with` block that set none themselves.
 
-    The innermost overlay that sets them wins. An overlay that names a backend applies to that backend's calls only.
+    Of nested overlays, the innermost that sets these parameters wins. An overlay that names a backend applies to calls
+    of that backend only.
     Overlays are read when a call is traced: a function that `jax.jit` has already compiled does not change.
     """
     token = _overlays.set((RingAttentionConfig.of(cfg, "overlay"), *_overlays.get()))
@@ -70,9 +71,9 @@ def _overlays_of(backend: str) -> tuple[RingAttentionConfig, ...]:
 
 
 def state(backend: str) -> Hashable:
-    """Everything except the call that decides its kernel parameters, where `backend` runs it.
+    """A key of what, beside a call itself, decides the kernel parameters with which `backend` runs the call.
 
-    A program traced under a different value must be traced again.
+    If the key changes, a traced program must be traced again.
     """
     return policy(), _overlays_of(backend), _changes
 
@@ -88,9 +89,9 @@ on_clear.append(forget)
 
 
 def with_parameters(registration: Registration, call: Call) -> Call:
-    """Fills in the kernel parameters that the call of one shard does not set.
+    """Fills in the kernel parameters that a rank's call, with the arrays of its shard, does not set.
 
-    Forward and backward parameters are chosen separately: a call may set one of them only.
+    Forward and backward parameters are filled in separately, because a call may set only one kind.
     """
     cfgs = _overlays_of(registration.name)
     forward = [x for x in (call.fwd_params, *(cfg.fwd_params for cfg in cfgs)) if x != FwdParams()]
@@ -110,7 +111,7 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
         return default(registration, problem)
     if key not in _known:  # each problem is looked up on the disk once
         entry = None if registration.in_process else cache.read(problem)
-        _known.setdefault(key, None if entry is None else entry.config)  # another thread may have tuned it meanwhile
+        _known.setdefault(key, None if entry is None else entry.config)  # unless another thread has set it meanwhile
     if _known[key] is None and said == "on" and tunable(registration):
         with _one_at_a_time:  # two tunings would disturb each other's times
             if _known[key] is None:
@@ -119,7 +120,7 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
 
 
 def _tune(registration: Registration, problem: Problem) -> None:
-    """Tunes by `ringattn-tools`, which core knows by its name only. If that fails, the default becomes the result."""
+    """Tunes with the package `ringattn-tools`, imported by name. If tuning fails, stores the default as its result."""
     try:
         search: Any = importlib.import_module("ringattn_tools.search")
     except ModuleNotFoundError as error:
@@ -144,8 +145,8 @@ def store(
 ) -> None:
     """Makes `config` the tuned configuration of the problem, in memory and on the disk.
 
-    Programs that were traced before are traced again. Results of a backend that is registered in this process are not
-    stored on the disk, because it has no version. `trials` are the times of all candidates.
+    Calls that are already traced are traced again. Nothing is stored on disk for a backend that was registered in this
+    process, because it has no version. `trials` are the times of all candidates.
     """
     global _changes
     _known[_key(registration, problem)] = config
@@ -155,5 +156,5 @@ def store(
 
 
 def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:
-    """The key of `_known`: without the call, whose masks may hold large arrays."""
+    """The key of `_known`: the problem without its `call`, whose masks may hold large arrays."""
     return registration, dataclasses.replace(problem, call=None)

@@ -27,7 +27,7 @@ class Problem:
 
     Args:
         backend: The name of the backend.
-        batch: The number of rows of a shard.
+        batch: The number of batch rows of a shard.
         q_length: The number of queries of a shard.
         kv_length: The number of keys of a shard.
         heads: The number of query heads of a shard.
@@ -36,14 +36,14 @@ class Problem:
         value_dim: The size of a value head.
         dtype: The dtype of the queries, as text.
         platform: "cpu", "cuda", "rocm" or "tpu".
-        device: The kind of device.
+        device: The kind of device, as JAX names it; for a CPU, its architecture and number of cores.
         versions: The versions of JAX, of core and of the backend.
         ranks: The number of ranks of the ring.
         causal: Whether the call is causal.
         sliding_window: The window of the call, as in `Rule`.
         chunk_size: The chunk size of the call.
         options: The other options that the call uses: an array by its dtype and shape, and masks as text.
-        call: The call of one shard as shapes, from which a trial is made. Problems are compared without it.
+        call: One rank's call with shapes in place of arrays, from which the tuner makes arrays to time. Not compared.
     """
 
     backend: str
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def told(self) -> dict[str, Any]:
-        """The problem as plain data, without options that the call does not use."""
+        """The problem as a dict of plain data, without options that the call does not use."""
         fields = [field.name for field in dataclasses.fields(self) if field.compare and field.name != "options"]
         told = {name: getattr(self, name) for name in fields} | dict(self.options)
         return {name: value for name, value in told.items() if not is_off(value)}
@@ -87,7 +87,7 @@ class Tunable(Protocol):
     """Two optional functions of a kernel, by which core chooses its parameters."""
 
     def default_config(self, problem: Problem) -> RingAttentionConfig:
-        """The configuration of an untuned `problem`. A kernel without this function gets `None` for every size."""
+        """The configuration for a `problem` that is not tuned. Without this function every tile size is `None`."""
         ...
 
     def candidate_configs(self, problem: Problem) -> Sequence[RingAttentionConfig]:
@@ -106,11 +106,14 @@ LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",
     *UNSEEN, "softmax_scale", "dropout_seed", "fwd_params", "bwd_params",
 }  # fmt: skip
-"""The arguments of a call that are fields of a problem, or cannot change which parameters are fastest."""
+"""Arguments of a call that `Problem.options` leaves out: other fields have them, or they cannot change the choice."""
 
 
 def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
-    """The problem of a call on one shard. Only the shapes and dtypes of arrays are read."""
+    """The problem of one rank's share of a call: `call` has the arrays of one shard, on a ring of `ranks` ranks.
+
+    Only the shapes, dtypes and devices of its arrays are read.
+    """
     given = (None, (call.query, call.key, call.value))
     batch, q_length, heads, head_dim = call.query.shape
     used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not is_off(x)}
@@ -144,7 +147,7 @@ def machine(kind: str) -> str:
 
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
-    """The versions that may change the compiled program."""
+    """The versions of the packages that may change the compiled program: JAX, core and the backend."""
     core = ("ringattn-core", importlib.metadata.version("ringattn-core"))
     return (("jax", jax.__version__), core, (registration.distribution, registration.version))
 
@@ -153,7 +156,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _described(option: Any) -> Any:
-    """An option as plain data. A float, such as a cap, becomes `True`, because its value does not change the speed."""
+    """An option as plain data. A float, such as a soft cap, becomes `True`: its value does not change the speed."""
     if isinstance(option, Built):
         return tuple(_ADDRESS.sub("", repr(mask)) for mask in option.masks)
     if hasattr(option, "dtype"):
