@@ -117,7 +117,7 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
 
 
 def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> schedules.ForwardPlan:
-    """The `ForwardPlan` for a block that the forward kernel takes."""
+    """The `ForwardPlan` with which the forward kernel runs on `block`, which it must support (`_why_not_forward`)."""
     plan = schedules.forward(constants)
     assert plan is not None
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))

@@ -292,7 +292,7 @@ def _fetch_tile(
 
 @gluon.jit
 def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
-    """Fetches the values of the last key tile whose keys were fetched, as `fetched` says."""
+    """Starts to fetch the values of the key tile whose keys were fetched last; `fetched` says which tile that is."""
     number = fetched.count - 1
     place = number % PLAN.stages
     full = shared.v_full.index(place)
