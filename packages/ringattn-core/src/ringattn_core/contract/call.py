@@ -118,7 +118,7 @@ class Call:
 
     @property
     def rule_of_hops(self) -> Rule:
-        """The rule that decides which hops a ring makes: all hops with a `query_offset`, because it may be traced."""
+        """The rule that decides which hops a ring makes. With a `query_offset`, which may be traced, it makes all hops."""
         return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
 
 

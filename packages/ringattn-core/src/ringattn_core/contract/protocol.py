@@ -160,7 +160,7 @@ def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None 
 LETTERS: Final = letters_of(Block)
 """The letters of the axes of each array of a block, except `kv`, whose form varies."""
 BIAS_FORBIDS: Final = -1e5
-"""A bias below this masks its pair out, as -inf does: libraries write -1e9 or the least float32 to mask."""
+"""A bias below this masks its pair out, as -inf does. (Libraries write -1e9 or the least float32 to mask.)"""
 
 
 @jax.tree_util.register_dataclass

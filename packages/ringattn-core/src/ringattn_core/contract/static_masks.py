@@ -32,7 +32,7 @@ class Piece:
     queries: Part
     keys: Part
     sees_nothing: Bool[Array, "b t"] | None = None
-    """True for queries that must see none of the keys, although the call computes them: their results are dropped."""
+    """True for queries that must see none of the keys. The call computes their results, which are then dropped."""
 
 
 def pieces(block: Block) -> list[Piece]:
