@@ -118,7 +118,7 @@ class Call:
 
     @property
     def rule_of_hops(self) -> Rule:
-        """The rule that decides which hops a ring makes. A `query_offset` may be traced, so with it a ring makes all."""
+        """The rule that decides which hops a ring makes. With a `query_offset`, which may be traced, it makes all."""
         return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
 
 
