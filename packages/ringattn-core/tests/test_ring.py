@@ -244,3 +244,16 @@ def test_a_gradient_at_stopped_inputs_may_be_part_of_a_loss():
         return _weighed(1.0, x) + jax.grad(_weighed, 1)(1.0, jax.lax.stop_gradient(x)).sum()
 
     np.testing.assert_array_equal(jax.grad(loss)(x), jax.grad(_weighed, 1)(1.0, x))
+
+
+def test_the_gradient_of_a_half_precision_bias_where_no_rank_needs_anothers_keys():
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("sp",))
+    q, k, v = (jax.random.normal(jax.random.key(seed), (1, 32, 2, 8), jnp.bfloat16) for seed in range(3))
+    bias = jax.random.normal(jax.random.key(3), (1, 2, 32, 32), jnp.bfloat16)
+
+    def loss(bias, **options):
+        return ring_attention(q, k, v, bias=bias, chunk_size=8, backend="xla", **options).astype(jnp.float32).sum()
+
+    got, want = (jax.grad(loss)(bias, **over) for over in (dict(mesh=mesh, axis_name="sp"), dict(axis_name=())))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=1e-2)

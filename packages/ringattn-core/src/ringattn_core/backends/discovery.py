@@ -129,7 +129,7 @@ def _check_kernel(kernel: Any, features: set[Feature]) -> None:
     missing = [name for name in methods if not callable(getattr(kernel, name, None))]
     if missing:
         raise TypeError(f"a block kernel needs {' and '.join(missing)}, which {kernel!r} lacks")
-    beyond = sorted(feature.name for feature in features - getattr(kernel, "features", features))
+    beyond = sorted(feature.name for feature in features - {*getattr(kernel, "features", features)})
     if beyond:
         raise TypeError(f"its descriptor declares {', '.join(beyond)}, which its kernel cannot have")
 

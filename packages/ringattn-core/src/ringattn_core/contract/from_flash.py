@@ -27,6 +27,7 @@ It is finite, because some kernels treat an infinite `lse` as a special case.
 FEATURES: Final = frozenset({
     Feature.GRADIENTS, Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16, Feature.CAUSAL, Feature.GROUPED_HEADS,
     Feature.CROSS_LENGTHS, Feature.UNEQUAL_VALUE_DIM, Feature.SINKS, Feature.ZIGZAG, Feature.STRIPED,
+    Feature.FUSED_BACKWARD,
 })  # fmt: skip
 """All features that a backend with a kernel of `from_flash` may declare, but not CROSS_LENGTHS and CAUSAL both."""
 _OF_OPTIONS: Final = tuple(

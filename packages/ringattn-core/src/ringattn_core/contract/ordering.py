@@ -17,8 +17,11 @@ from .varying import align, axes_of
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
-    x = align(x, axes_of(x, token))
-    return jax.lax.platform_dependent(x, token, cpu=_by_bits, tpu=_by_kernel, default=_by_barrier)
+    x, mesh = align(x, axes_of(x, token)), jax.sharding.get_abstract_mesh()
+    # XLA cannot partition a kernel, so all axes must be manual. (A ring that `vmap` plays needs no order.)
+    manual = bool(mesh.axis_names) and {*mesh.manual_axes} == {*mesh.axis_names}
+    on_tpu = _by_kernel if manual else _by_barrier
+    return jax.lax.platform_dependent(x, token, cpu=_by_bits, tpu=on_tpu, default=_by_barrier)
 
 
 def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
@@ -71,7 +74,9 @@ def _tie() -> Any:
     """The primitive of the kernel, made at the first call: `jax.extend`, which it needs, imports Pallas."""
     from .launch import launch_primitive
 
-    tie = launch_primitive("ringattn_tie", lambda x, token: [x], {"tpu": _in_place})
+    # A program that is exported for several platforms is lowered for each, this branch included.
+    elsewhere = dict.fromkeys(("cpu", "cuda", "rocm"), lambda x, token: [x])
+    tie = launch_primitive("ringattn_tie", lambda x, token: [x], {"tpu": _in_place} | elsewhere)
     batching.primitive_batchers[tie] = _batched
     return tie
 

@@ -151,7 +151,7 @@ def levels(
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; both may be arrays.
 
-    Each digit of an offset counts back round its own level. With one level, that is `rank - offset`.
+    Each digit of an offset counts back round its own level. With one level, that is `(rank - offset) % ranks`.
     """
     for level in levels:
         digit = rank // level.stride % level.ranks

@@ -109,18 +109,25 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
     said, key = policy(), _key(registration, problem)
     if said == "off":
         return default(registration, problem)
-    if key not in _known:  # each problem is looked up on the disk once
+    missed_before = key in _known
+    if not missed_before:  # each problem is looked up on the disk once
         entry = None if registration.in_process else cache.read(problem)
         _known.setdefault(key, None if entry is None else entry.config)  # unless another thread has set it meanwhile
-    if _known[key] is None and said == "on" and tunable(registration):
+    # `forget` may have emptied `_known` in another thread.
+    if _known.get(key) is None and said == "on" and tunable(registration):
         with _one_at_a_time:  # two tunings would disturb each other's times
-            if _known[key] is None:
-                _tune(registration, problem)
-    return _known[key] or default(registration, problem)
+            if _known.get(key) is None:
+                _tune(registration, problem, missed_before)
+    return _known.get(key) or default(registration, problem)
 
 
-def _tune(registration: Registration, problem: Problem) -> None:
-    """Tunes with the package `ringattn-tools`, imported by name. If tuning fails, stores the default as its result."""
+def _tune(registration: Registration, problem: Problem, missed_before: bool) -> None:
+    """Tunes with the package `ringattn-tools`, imported by name. If tuning fails, stores the default as its result.
+
+    Calls that are already traced need another trace only if a call with this problem `missed_before`.
+    """
+    global _changes
+    changes = _changes
     try:
         search: Any = importlib.import_module("ringattn_tools.search")
     except ModuleNotFoundError as error:
@@ -129,6 +136,7 @@ def _tune(registration: Registration, problem: Problem) -> None:
         raise ToolsNotFoundError(f"{VARIABLE}=on") from None
     try:
         search.tune(problem, registration)
+        _changes = changes + missed_before
     except TuningError as error:
         _known[_key(registration, problem)] = default(registration, problem)
         _logger.warning("%s. Its default is used", error)
