@@ -133,7 +133,7 @@ def ring_attention(
     Raises:
         ringattn_core.errors.InputError: An argument has a value that no backend accepts.
         ringattn_core.errors.MeshError: The mesh or an axis name does not fit the call.
-        ringattn_core.errors.UnsupportedFeatureError: The named backend does not support an option or a head size of the call.
+        ringattn_core.errors.UnsupportedFeatureError: The named backend lacks an option or head size of the call.
         ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
     given, config = options_in(locals()), RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
