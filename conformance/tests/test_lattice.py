@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ringattn_conformance import case_inputs, oracle, tiers
 from ringattn_conformance.cases import CASES, ENTRIES, NAMED
-from ringattn_conformance.lattice import LAYOUTS, Point, mixtures, points, untried
+from ringattn_conformance.lattice import LAYOUTS, Point, calls, mixtures, points, untried
 from ringattn_conformance.tiers import RINGS
 from ringattn_conformance.tolerances import allowed
 from ringattn_core import Backend, Feature
@@ -116,14 +116,18 @@ def test_a_backend_of_no_dtype_gets_none():
     assert mixtures({Feature.CAUSAL}) == []
 
 
-def test_a_declared_feature_that_no_call_of_the_tier_has_is_told():
+def test_a_declared_feature_that_no_passed_call_has_is_told():
     features = {Feature.FLOAT32, Feature.FLOAT16, Feature.CAUSAL, Feature.SINKS, Feature.PRECISION, Feature.GRADIENTS}
+    core = [point for point in calls(features, 7) if point.tier == tiers.CORE]
+    every, without_sinks = {x.name for x in core}, {x.name for x in core if not x.case.sinks}
     found = {}
     for largest in (None, 1):
         with registered(Backend("some", 1, ("cpu",), features, kernel="nowhere:KERNEL", largest_head=largest)):
-            found[largest] = untried("some", tiers.CORE, 7)
+            found[largest] = untried("some", 7, every)
+            lacking, nothing = untried("some", 7, without_sinks), untried("some", 7, ())
     assert found[None] == [], "precision is owed in float32 alone"
     assert "SINKS in float16" in found[1]
+    assert {"SINKS in float16", "SINKS in float32"} <= {*lacking} and "FLOAT16 in float16" in nothing
 
 
 def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on_one_rank():

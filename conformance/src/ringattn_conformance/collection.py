@@ -64,7 +64,7 @@ class Collection:
 
     @property
     def uncollected(self) -> list[str]:
-        """The modules of the suite of which no test was collected, because the command line leaves them out."""
+        """The modules of the suite without a collected test, because the command line leaves them out."""
         return sorted(set(modules()) - {test.partition("::")[0] for test in self.known})
 
     def not_run(self, backend: str, finished: Iterable[str]) -> list[str]:

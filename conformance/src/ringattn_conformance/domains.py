@@ -61,7 +61,7 @@ def draw(seed: int) -> Entry:
 
 
 def _reach(x: Any) -> int:
-    """The largest number of a window or a chunk up to 1000, which sequences should exceed; 0 if there is none."""
+    """The largest window or chunk up to 1000; 0 if there is none. Drawn sequences are made longer than that."""
     numbers = x if isinstance(x, tuple) else (x,)
     return max((number for number in numbers if number and number <= 1000), default=0)
 

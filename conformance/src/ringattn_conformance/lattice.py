@@ -79,8 +79,11 @@ def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature]) -
     return list(found.values())
 
 
-def untried(backend: str, tier: str, seed: int) -> list[str]:
-    """The pairs of a declared feature and a declared dtype ("CAUSAL in float16") that no call of the tier tests."""
+def untried(backend: str, seed: int, passed: Collection[str]) -> list[str]:
+    """The pairs of a declared feature and a declared dtype ("CAUSAL in float16") that no passed test compares.
+
+    `passed` has the names of the calls whose tests passed.
+    """
     declared, largest = features_of(backend), discovery.get(backend).descriptor().largest_head
     dtypes = {Feature[name.upper()] for name in DTYPES} & declared
     met = [
@@ -88,10 +91,11 @@ def untried(backend: str, tier: str, seed: int) -> list[str]:
         | point.placement.needs
         | (frozenset() if point.case.forward else {Feature.GRADIENTS} & declared)
         for point in calls(declared, seed)
-        if tiers.contains(tier, point.tier) and (largest is None or point.case.widest <= largest)
+        if point.name in passed and (largest is None or point.case.widest <= largest)
     ]
     halves = {(Feature.PRECISION, Feature.FLOAT16), (Feature.PRECISION, Feature.BFLOAT16)}
     pairs = {(feature, dtype) for feature in declared - dtypes for dtype in dtypes} - halves
+    pairs |= {(dtype, dtype) for dtype in dtypes}
     untried = [pair for pair in pairs if not any({*pair} <= needs <= declared for needs in met)]
     return sorted(f"{feature.name} in {dtype.name.lower()}" for feature, dtype in untried)
 

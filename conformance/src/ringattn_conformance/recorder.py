@@ -123,13 +123,14 @@ class Recorder:
     def _of_backend(self, name: str, collection: Collection) -> Results:
         from . import lattice
 
-        tests = {of.test: outcome for of, outcome in self.tests.values() if of.backend == name}
-        reasons = self.expected.of(name)
+        own = [(of, outcome) for of, outcome in self.tests.values() if of.backend == name]
+        tests, reasons = {of.test: outcome for of, outcome in own}, self.expected.of(name)
+        passed = {of.parameters for of, outcome in own if outcome == "passed"}
         lists = {
             "unknown": collection.unknown(reasons),
             "not_run": collection.not_run(name, self.tests),
             "uncollected": collection.uncollected,
-            "untried": lattice.untried(name, self.config.option.ringattn_tier, self.config.option.ringattn_seed),
+            "untried": lattice.untried(name, self.config.option.ringattn_seed, passed),
             "crashed": self.crashed,
         }
         return results.of_backend(name, tests, lists, reasons)

@@ -134,12 +134,13 @@ def verdict(backend: Results) -> str:
     """The sentence that says whether the certificate is given, and if not, why."""
     certificate, expected = backend["certificate"], len(backend["expected_failure"])
     tier, why = f"the {certificate['tier']} tier", "; ".join(certificate["spoiled_by"])
+    failures = f"{expected} expected failure{'s' * (expected > 1)}"
     if certificate["given"]:
         half = ", with partial results in half precision" if backend["half_partials"] else ""
-        but = half + (f", with {expected} expected failure{'s' * (expected > 1)}" if expected else "")
-        return f"CERTIFIED for {tier}{but}"
+        return f"CERTIFIED for {tier}{half}" + (f", with {failures}" if expected else "")
     if certificate["passed"]:
-        return f"PASSED {tier}, all {backend['passed']} tests, without a certificate: {why}"
+        tests = f"{backend['passed']} tests with {failures}" if expected else f"all {backend['passed']} tests"
+        return f"PASSED {tier}, {tests}, without a certificate: {why}"
     failed = any(backend[what] for what in FAILING)
     though = "" if failed else f", though {backend['passed']} tests passed and none failed"
     return f"NOT CERTIFIED for {tier}{though}: {why}"

@@ -21,7 +21,7 @@ NEEDS = frozenset({Feature.GRADIENTS})
 
 
 def _loss(placed: Placed, local: Any = None) -> Any:
-    """The scalar function <outputs, cotangents>, so that its gradients are those that the oracle computes."""
+    """The scalar function <outputs, cotangents>. The oracle computes the gradients of the same function."""
     everywhere = placed.everywhere(local)
 
     def loss(operands: Arrays) -> jax.Array:
