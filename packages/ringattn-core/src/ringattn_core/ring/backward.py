@@ -49,8 +49,9 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         dkv = (new.dk, new.dv) if isinstance(kv.arrays, tuple) else packing.pack(new.dk, new.dv)
         dbias, dslopes = new.dbias, new.dslopes
         if call.bias is not None and dbias is not None and ring.keys.count > 1:
-            zeros = ordering.zeros(call.bias.shape, dbias).astype(dbias.dtype)
-            whole = zeros if sums.dbias is None else sums.dbias
+            whole = sums.dbias
+            if whole is None:
+                whole = ordering.zeros(call.bias.shape, dbias).astype(dbias.dtype)
             dbias = put_columns(ring, whole, dbias, owner(ring, location, offset), kv.start)
         if dslopes is not None and sums.dslopes is not None:
             dslopes += sums.dslopes

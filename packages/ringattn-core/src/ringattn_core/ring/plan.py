@@ -187,22 +187,28 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
     """True where a tile of a rank's queries may see a tile of the keys that have travelled `offset` to it.
 
     A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
-    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them; document ids need not.
+    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them; of a mask that holds an
+    array, such as ids of documents, they do not, and all tokens are read.
     """
-    q, kv = (_tiles(shards, length, parts) for length in lengths)
-    q_ends, kv_ends = ((x[..., 0], x[..., -1]) for x in (q, kv))
-    found = by_position(rule, q_ends, np.roll(kv_ends, offset, 1))
-    if rule.masks and all(mask.bounded for mask in rule.masks):
-        kv = np.roll(kv, offset, 0)
-        found.append(any_of(rule.masks).tiles(Coordinates(q, q), Coordinates(kv, kv)))
+    masks = rule.masks if all(mask.bounded for mask in rule.masks) else ()
+    every = any(mask.shapes() for mask in masks)
+    q, kv = (_tiles(shards, length, parts, every) for length in lengths)
+    kv = np.roll(kv, offset, 0)
+    found = by_position(rule, *((x[..., 0], x[..., -1]) for x in (q, kv)))
+    if masks:
+        found.append(any_of(masks).tiles(Coordinates(q, q), Coordinates(kv, kv)))
     some = np.ones((len(q), q.shape[1], kv.shape[1]), bool)
     return functools.reduce(np.logical_and, (some_of_part for some_of_part, _ in found), some)
 
 
-@functools.lru_cache(maxsize=16)
-def _tiles(shards: Shards, length: int, parts: int) -> np.ndarray:
-    """The global index of each token, `[ranks, tiles, tokens]`: each shard cut into up to `parts` equal tiles."""
+@functools.lru_cache(maxsize=4)
+def _tiles(shards: Shards, length: int, parts: int, every: bool) -> np.ndarray:
+    """The global index of `every` token, or of the ends of each tile, `[ranks, tiles, tokens]`.
+
+    Each shard is cut into up to `parts` equal tiles.
+    """
     count = pieces(shards.layout)
     while 2 * count <= parts and length % (2 * count) == 0:
         count *= 2
-    return shards.order(shards.count * length).reshape(shards.count, count, length // count)
+    tokens = shards.order(shards.count * length).reshape(shards.count, count, length // count)
+    return tokens if every else tokens[..., [0, -1]]
