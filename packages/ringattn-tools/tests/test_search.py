@@ -103,8 +103,8 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int, int]
 def mine() -> Iterator[Callable[..., discovery.Registration]]:
     with pytest.MonkeyPatch.context() as patch:
 
-        def register(kernel: Any) -> discovery.Registration:
-            backend = Backend("mine", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
+        def register(kernel: Any, features: frozenset[Feature] = frozenset(Feature)) -> discovery.Registration:
+            backend = Backend("mine", 1, ("cpu",), features, kernel="gone:KERNEL")
             registration = discovery.Registration("mine", backend, "ringattn-mine", "1", None, kernel)
             patch.setitem(discovery._in_process, "mine", registration)
             return registration
@@ -121,6 +121,13 @@ class TestTheFastestIsChosen:
         times(steady({8: 4.0, 16: 3.0, 32: 1.0, 64: 2.0}, {8: 4.0, 16: 1.0, 32: 3.0, 64: 2.0}))
         outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
         assert outcome.config == RingAttentionConfig(FwdParams(32), BwdParams(16))
+
+    def test_of_forward_alone_if_the_kernel_has_no_gradients(self, mine: Any, times: Any) -> None:
+        times(steady({8: 4.0, 16: 3.0, 32: 1.0, 64: 2.0}, {}))
+        kernel = Kernel()
+        outcome = search.fastest(mine(kernel, frozenset({Feature.FLOAT32})), problem(), DEFAULT)
+        assert outcome.config == RingAttentionConfig(FwdParams(32), DEFAULT.bwd_params) and not outcome.backward
+        assert {part for part, _ in kernel.traced} == {"forward"}
 
     @pytest.mark.parametrize(("gain", "chosen"), [(0.9 * search.TIE, 8), (2 * search.TIE, 32)])
     def test_a_tie_keeps_the_default(self, gain: float, chosen: int, mine: Any, times: Any) -> None:
@@ -228,6 +235,22 @@ def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.M
         got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(x)
     assert {rule.fwd_params.q_blocksize for rule in kernel.rules} == {None, 2, 4}
     np.testing.assert_allclose(got, jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=2e-5)
+
+
+def test_a_call_over_a_mesh_that_tunes_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
+    monkeypatch.setattr(search, "ROUNDS", 1)
+    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
+    kernel, x = SimpleKernel(), jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
+    backend = Backend("real", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
+    with discovery.registered(backend, kernel):
+        counts = []
+        for _ in range(2):
+            ring_attention(x, x, x, causal=True, backend="real", mesh=mesh, axis_name="sp")
+            counts.append(len(kernel.rules))
+    assert counts[0] == counts[1] > 0
 
 
 class SimpleKernel:

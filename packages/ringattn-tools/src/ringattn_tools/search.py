@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from ringattn_core.backends.discovery import Registration, get
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.features import Feature
 from ringattn_core.errors import TuningError
 from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import Problem, machine, tunable
@@ -102,6 +103,8 @@ def fastest(registration: Registration, problem: Problem, default: RingAttention
             race = _Race(registration.name, stop, bar)
             made = trial(kernel, problem, device)
             forward, best = race.run("forward", [c.fwd_params for c in candidates], made.forward)
+            if not registration.descriptor().supports(Feature.GRADIENTS):
+                return Outcome(RingAttentionConfig(best, default.bwd_params), forward, ())
             whole = made.forward(best)()
             backward, backward_best = race.run(
                 "backward", [c.bwd_params for c in candidates], lambda params: made.backward(params, whole)

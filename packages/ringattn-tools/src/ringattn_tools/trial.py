@@ -93,8 +93,8 @@ def _inputs(problem: Problem) -> Call:
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     """Makes array `name` with the shape and dtype of `x`. Floats are random, a dense mask is all true.
 
-    An offset is 0. Positions are those that the layout gives the last rank, or, for keys, all ranks. Segment ids number
-    `DOCUMENTS` documents a shard.
+    An offset is 0. Queries have the last rank's positions in the layout, and keys the positions of all ranks. Segment
+    ids number `DOCUMENTS` documents a shard.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
