@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters beside the released libraries: their signatures, and the results of those that install on a CPU.
+"""The adapters beside the released libraries: signatures, and results of each library that installs on a CPU.
 
 `nox -s hosts` installs the libraries and runs this module; other sessions leave it out (`conftest.py`). A failure of
 the first tests says that a library has changed what it passes, and that its adapter must follow.

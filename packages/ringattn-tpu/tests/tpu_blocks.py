@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import random_blocks
-from random_blocks import random_ids as ids
+from random_blocks import MASKS, scattered
 from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Causal, Numpy, Prefix
@@ -16,10 +16,6 @@ def make_block(batch: int = 2, q_length: int = 41, kv_length: int = 53, heads: i
     return random_blocks.make_block(batch, q_length, kv_length, heads, **fields)
 
 
-def scattered(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-9, shape[-1], shape).astype(np.int32)
-
-
 def tiled_mask(*shape: int) -> np.ndarray:
     """A mask that leaves some tiles whole, forbids others, and cuts through the rest."""
     found = np.ones(shape, bool)
@@ -28,25 +24,15 @@ def tiled_mask(*shape: int) -> np.ndarray:
     return found
 
 
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = MASKS | {
     "nothing": lambda t, s: {},
-    "causal": lambda t, s: {"causal": True},
     "causal, keys later": lambda t, s: {"causal": True, "kv_positions": np.arange(s, dtype=np.int32)[None] + 20},
     "causal, all keys too late": lambda t, s: {"causal": True, "kv_positions": np.arange(s, dtype=np.int32)[None] + t},
-    "window": lambda t, s: {"sliding_window": (5, 2)},
-    "window to the left": lambda t, s: {"sliding_window": (4, None), "causal": True},
-    "window to the right": lambda t, s: {"sliding_window": (None, 3)},
-    "window wider than any block": lambda t, s: {"sliding_window": (2**30, 2**31 - 1)},
-    "chunk": lambda t, s: {"chunk_size": 6},
-    "chunk in a window": lambda t, s: {"chunk_size": 12, "sliding_window": (5, 1)},
-    "segments": lambda t, s: {"q_segments": ids(2, t), "kv_segments": ids(2, s)},
-    "causal segments": lambda t, s: {"q_segments": ids(2, t), "kv_segments": ids(2, s), "causal": True},
     "mask of the algebra": lambda t, s: {"masks": (Causal() | Prefix(9),), "mask_of_head": (0, 0)},
     "masks of heads": lambda t, s: {
         "masks": tuple(Numpy(dense_mask(2, t, s)[n]) for n in range(2)),
         "mask_of_head": (1, 0),
     },
-    "dense mask": lambda t, s: {"mask": dense_mask(2, 1, t, s)},
     "dense mask by tiles": lambda t, s: {"mask": tiled_mask(1, 2, t, s)},
     "both kinds of masks": lambda t, s: {
         "masks": (Causal() | Prefix(9),),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import random_blocks
 from jax.extend.core import Literal
+from random_blocks import MASKS, scattered
 from random_blocks import random_ids as ids
 from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
@@ -43,27 +44,13 @@ def _masks(length: int, keys: int) -> dict[str, Any]:
     return {"masks": masks, "mask_of_head": (1, 0, 0, 1)}
 
 
-def _scattered(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-9, shape[-1], shape).astype(np.int32)
-
-
 SLOPES = np.array([[0.5, 0.1, 0.02, 0.3]], np.float32)
 SEEDS = np.array([5, 2**32 - 1], np.uint32)
 
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = MASKS | {
     "plain": lambda t, s: {},
-    "causal": lambda t, s: {"causal": True},
-    "window": lambda t, s: {"sliding_window": (5, 2)},
-    "window to the left": lambda t, s: {"sliding_window": (4, None), "causal": True},
-    "window to the right": lambda t, s: {"sliding_window": (None, 3)},
-    "window wider than any block": lambda t, s: {"sliding_window": (2**30, 2**31 - 1)},
-    "chunk": lambda t, s: {"chunk_size": 6},
-    "chunk in a window": lambda t, s: {"chunk_size": 12, "sliding_window": (5, 1)},
-    "segments": lambda t, s: {"q_segments": ids(2, t), "kv_segments": ids(2, s)},
-    "causal segments": lambda t, s: {"q_segments": ids(2, t), "kv_segments": ids(2, s), "causal": True},
     "mask of the algebra": lambda t, s: {"masks": (Causal() | Prefix(9),)},
     "masks of heads": _masks,
-    "dense mask": lambda t, s: {"mask": dense_mask(2, 1, t, s)},
     "dense mask of heads": lambda t, s: {"mask": dense_mask(1, 4, t, s)},
     "both kinds of masks": lambda t, s: {**_masks(t, s), "mask": dense_mask(2, 4, t, s), "causal": True},
     "soft cap": lambda t, s: {"logits_soft_cap": 1.5, "causal": True},
@@ -80,10 +67,10 @@ OPTIONS: dict[str, Any] = {
     "dropout": lambda t, s: {"dropout_prob": 0.3, "seed": SEEDS, "causal": True},
     "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
     "positions": lambda t, s: {
-        "causal": True, "increasing": False, "q_positions": _scattered(5, 2, t), "kv_positions": _scattered(6, 2, s),
+        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
     },
     "positions in chunks": lambda t, s: {
-        "chunk_size": 4, "increasing": False, "q_positions": _scattered(5, 1, t), "kv_positions": _scattered(6, 2, s),
+        "chunk_size": 4, "increasing": False, "q_positions": scattered(5, 1, t), "kv_positions": scattered(6, 2, s),
     },
     "all at once": lambda t, s: {
         "causal": True, "sliding_window": (40, None), "logits_soft_cap": 3.0, "bias": bias(2, 4, t, s),

@@ -16,7 +16,7 @@ from ringattn_triton import kernel_inputs, mask_bits
 from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
-"""Promises on the tables of tiles: they say what their bitmaps say, and no tile is visited that nobody sees."""
+"""The forms of a table of tiles, by name: whether it lists tiles, and whether it has a run of tiles."""
 
 
 def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
