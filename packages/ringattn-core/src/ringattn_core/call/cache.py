@@ -164,7 +164,7 @@ def prefill_attention(
 def bytes_to_send(call: Call) -> tuple[int, int]:
     """The bytes of the keys and values of a call, and those of its queries and their partial results.
 
-    Of whichever is sent, a rank sends its share to each of the other ranks. Each head of a query sends back a
+    A rank sends its share of the keys, or of the queries, to each of the other ranks. Each head of a query sends back a
     float32 output, and its log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum
     (4 bytes).
     """

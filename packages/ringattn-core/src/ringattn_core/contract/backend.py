@@ -17,8 +17,8 @@ class Backend:
     """The descriptor of a backend. It is inert: importing it imports no kernel and touches no device.
 
     `name` is what calls pass as `backend=`. `platforms` are JAX's names of the devices that the backend serves ("cpu",
-    "cuda", "rocm", "tpu"; "gpu" means "cuda"). `features` are those that the backend supports; core
-    refuses a call that needs any other feature. A call that names no backend goes to the one with the highest
+    "cuda", "rocm", "tpu"; "gpu" means "cuda"). The backend supports `features`; core refuses a
+    call that needs any other feature. A call that names no backend goes to the one with the highest
     `priority` among the backends that can run it.
 
     `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are import paths, `"module:attribute"`. Exactly one

@@ -88,7 +88,7 @@ class Fetched(NamedTuple):
 
 @gluon.jit
 def begin(barriers, PLACES: gl.constexpr):
-    """Initialises `PLACES` barriers in shared memory, at each of which only the producer arrives."""
+    """Initialises `PLACES` barriers in shared memory. Only the producer arrives at each barrier."""
     for place in gl.static_range(PLACES):
         mbarrier.init(barriers.index(place), count=1)
 

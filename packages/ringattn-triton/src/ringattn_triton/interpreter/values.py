@@ -202,7 +202,7 @@ def bitwise(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
 
 
 def _operators() -> None:
-    """Gives `Tensor` Python's operators, and the reflected forms of those that do not compare.
+    """Gives `Tensor` Python's operators, and the reflected forms of all but the comparisons.
 
     `__add__` is defined in the class, because it also takes a pointer as its right operand.
     """

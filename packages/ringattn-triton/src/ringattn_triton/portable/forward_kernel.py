@@ -21,7 +21,7 @@ def forward(
     """Writes `OUT` and `LSE`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE` and `LSE_BEFORE` are
-    the partial result to continue; `FRESH`: there is none. `T` is a `visited_tiles.TableShape`.
+    the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
     """
     turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
     own = T.rows - 1 - turn
