@@ -47,9 +47,11 @@ def good(install: Any, **options: Any) -> discovery.Registration:
     return discovery.registrations()["good"]
 
 
-class Kernel:
+class Forward:
     def forward(self, block: Any, partial: Any) -> Any: ...
 
+
+class Kernel(Forward):
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any: ...
 
 
@@ -97,6 +99,16 @@ class TestBrokenOnes:
             discovery.get("twin")
         assert set(caught.value.distributions) == {"ringattn-one", "ringattn-two"}
         assert discovery.get("good") is registration
+
+    @pytest.mark.parametrize(("features", "missing"), [(set(), None), ({Feature.GRADIENTS}, "needs backward")])
+    def test_a_kernel_needs_a_backward_pass_if_its_backend_declares_gradients(self, features: Any, missing: str | None):
+        kernel = Forward()
+        with discovery.registered(backend(features={Feature.CAUSAL, *features}), kernel) as registration:
+            if missing is None:
+                assert registration.implementation() is kernel
+            else:
+                with pytest.raises(BackendLoadError, match=missing):
+                    registration.implementation()
 
 
 class TestAvailability:

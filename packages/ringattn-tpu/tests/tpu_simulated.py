@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
+from random_blocks import random_ids
 from ringattn_core.contract.protocol import Partial
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
 from ringattn_tpu.steps import steps
 from ringattn_xla.block import KERNEL as REFERENCE
-from tpu_blocks import dense_mask, ids, make_block
+from tpu_blocks import dense_mask, make_block
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "nothing visible": {"causal": True, "offset": 512},
@@ -60,7 +61,7 @@ def _case(name: str) -> dict[str, Any]:
     length, heads = 256, 2
     batch = options.pop("batch", 1)
     if options.pop("documents", False):
-        options["q_segments"] = options["kv_segments"] = ids(batch, length)
+        options["q_segments"] = options["kv_segments"] = random_ids(batch, length)
     if options.pop("slopes", False):
         options["slopes"] = np.float32([[0.5, 0.1]])
     if "bias" in options:
