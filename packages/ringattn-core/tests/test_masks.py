@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the mask algebra: which pairs and which tiles are visible, and the laws of sets."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ringattn_core import ring_attention
 from ringattn_core.errors import InputError
 from ringattn_core.masks import (
     Causal,
@@ -31,6 +34,25 @@ DENSE = np.random.default_rng(0).random((LENGTH, LENGTH)) < 0.4
 
 def parity(i: Any, j: Any) -> Any:
     return (i + j) % 3 != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Distant(Mask):
+    """A query sees keys at least `least` positions away: a mask of a caller's own, without `tiles`."""
+
+    least: int
+
+    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
+        return abs(q.positions - kv.positions) >= self.least
+
+
+class DistantByTile(Distant):
+    """The same, which keeps every tile."""
+
+    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
+        pair = q.index[:, :, None, 0] >= 0, kv.index[:, None, :, 0] >= 0
+        some = pair[0] & pair[1]
+        return some, some & False
 
 
 Definition = Callable[[int, int], bool]
@@ -162,6 +184,18 @@ class TestTiles:
             assert not (Causal() & loose).bounded
             assert not (loose | Causal()).bounded
             assert not (~loose).bounded
+
+    @pytest.mark.parametrize("mask", [Distant(4), ~Distant(3), Causal() & Distant(4), DistantByTile(4)], ids=repr)
+    def test_a_ring_takes_masks_of_the_callers_own_classes(self, mask: Mask) -> None:
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, LENGTH, 2, 8))
+        mesh = jax.sharding.Mesh(jax.devices()[:4], ("sp",))
+        attend = functools.partial(ring_attention, q, k, v, mesh=mesh, axis_name="sp")
+        where = natural()
+        dense = seen(mask, where, where)
+        want = attend(attention_mask=jnp.asarray(dense)[None, None])
+        for wrap in (lambda f: f, jax.jit):
+            got = wrap(lambda: attend(mask_builder=lambda *_: mask))()
+            np.testing.assert_allclose(got, want, atol=1e-5)
 
     def test_segments_that_meet_in_one_id_may_see_each_other(self) -> None:
         q, kv = np.array([[[0, 0], [1, 2], [-1, -1]]]), np.array([[[0, 0], [2, 3], [-1, -1]]])
