@@ -84,14 +84,14 @@ def untried(backend: str, seed: int, passed: Collection[str]) -> list[str]:
 
     `passed` has the names of the calls whose tests passed.
     """
-    declared, largest = features_of(backend), discovery.get(backend).descriptor().largest_head
+    declared, descriptor = features_of(backend), discovery.get(backend).descriptor()
     dtypes = {Feature[name.upper()] for name in DTYPES} & declared
     met = [
-        point.case.needs
+        point.case.with_heads_for(descriptor).needs
         | point.placement.needs
         | (frozenset() if point.case.forward else {Feature.GRADIENTS} & declared)
         for point in calls(declared, seed)
-        if point.name in passed and (largest is None or point.case.widest <= largest)
+        if point.name in passed and not point.case.with_heads_for(descriptor).too_wide_for(descriptor)
     ]
     halves = {(Feature.PRECISION, Feature.FLOAT16), (Feature.PRECISION, Feature.BFLOAT16)}
     pairs = {(feature, dtype) for feature in declared - dtypes for dtype in dtypes} - halves

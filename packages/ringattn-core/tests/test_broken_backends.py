@@ -66,6 +66,7 @@ FIELDS = {
     "neither kernel nor ring": ("kernel=None", "exactly one of self.kernel=None and self.ring=None"),
     "a priority of text": ("priority='high'", "priority must be an integer"),
     "heads of nothing": ("largest_head=0", "largest_head must be a positive integer or None"),
+    "multiples of nothing": ("head_multiple=None", "head_multiple must be a positive integer"),
     "a field that is unknown": ("colour=1", "TypeError: Backend.__init__() got an unexpected keyword argument"),
 }
 """Fields of a descriptor that replace those of a good one, and what the sentence says."""

@@ -18,7 +18,7 @@ from ..placement.arrays import cleaned
 from ..placement.platforms import platform_of
 from ..strategies.run import run, settled
 from ..tuning.choice import with_parameters
-from .options import head_size, needs
+from .options import head_sizes, needs
 
 
 def _no_forward_rule() -> Exception:
@@ -42,7 +42,7 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
 def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
     """The backend that runs the call: as asked for, or the best for the devices of the mesh or of the arrays."""
     platform = platform_of(mesh, (call.query, call.key, call.value))
-    return select(backend, needs(call), platform, head_size(call))
+    return select(backend, needs(call), platform, head_sizes(call))
 
 
 @reverse_mode_only()
