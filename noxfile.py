@@ -11,6 +11,9 @@ from pathlib import Path
 
 import nox
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"ringattn needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}: install nox on 3.11")
+
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "newest_jax", "conformance", "docs"]
