@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the training examples train over a ring as they do on one device, and would say so if they did not."""
+"""Whether the examples train and decode over a ring as they do on one device, and would say so if they did not."""
 
 import os
 import subprocess
@@ -28,6 +28,12 @@ def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
     result = run(f"train_{library}.py")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "on a 2 x 4 mesh, and equals that of one device" in result.stdout.splitlines()[-1]
+
+
+def test_decoding_gives_what_one_pass_over_the_sequence_gives():
+    result = run("decode.py", "--room", "128", "--chunk", "32", "--steps", "3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" as in one pass") == 3
 
 
 def test_losses_that_differ_or_do_not_fall_end_with_status_1():
