@@ -240,9 +240,12 @@ def thirdparty(session: nox.Session) -> None:
     wheels = Path(session.create_tmp())
     shutil.rmtree(wheels)
     session.install(*group("build"))
-    for folder in THIRD_PARTIES.values():
-        project = str(ROOT / "examples" / folder)
-        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), project, silent=True)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        for folder in THIRD_PARTIES.values():
+            # Each is a repository of its own, so it is built outside this one.
+            project = shutil.copytree(ROOT / "examples" / folder, Path(elsewhere, folder))
+            session.run("python", "-m", "build", "--no-isolation", "--outdir", str(wheels), str(project), silent=True)
+    session.run("twine", "check", "--strict", *map(str, wheels.iterdir()))
     ours = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", "xla", "conformance")]
     session.install(*group("jax"), *ours, *map(str, wheels.glob("*.whl")))
     modules = [path.name.split("-")[0] for path in map(Path, [*ours, *wheels.glob("*.whl")])]
