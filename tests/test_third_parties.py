@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, ring_attention
+from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import BackendUnavailableError, UnsupportedFeatureError
 
@@ -99,15 +99,16 @@ def flash3(target: str, results: Any) -> Any:
 
 
 def agrees_with_the_xla_backend(folder: Path, layout: str, tokens: int = 6) -> None:
-    """Compares a ring of four ranks, and its gradients, with one of the xla backend."""
+    """Compares a ring of four ranks, its log-sum-exp if it declares that, and gradients with one of the xla backend."""
     draw = np.random.default_rng(0)
     operands = [jnp.asarray(draw.standard_normal((4, 2, tokens, heads, 12)), jnp.float16) for heads in (4, 2, 2)]
-    sinks = draw.standard_normal(4, np.float32)
+    sinks, with_lse = draw.standard_normal(4, np.float32), descriptor(folder).supports(Feature.RETURN_LSE)
 
     def gradients(backend: str) -> Any:
         def loss(query: Any, key: Any, value: Any, sinks: Any) -> jax.Array:
-            out = ring_attention(query, key, value, sinks, causal=True, axis_name="sp", layout=layout, backend=backend)
-            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+            options = {"causal": True, "axis_name": "sp", "layout": layout, "return_lse": with_lse}
+            results = ring_attention(query, key, value, sinks, backend=backend, **options)
+            return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(results))
 
         def total(*arrays: Any) -> jax.Array:
             return jax.vmap(loss, (0, 0, 0, None), axis_name="sp")(*arrays).sum()
