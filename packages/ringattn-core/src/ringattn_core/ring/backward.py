@@ -28,8 +28,9 @@ class Sums(NamedTuple):
 
 
 Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
-"""`body(kv, offset, sums)`: the gradients of the keys and values `kv`, which have travelled `offset` to this rank, and
-`sums` with the gradients of this hop added: a kernel, or the loop over a level."""
+"""`body(kv, offset, sums)` returns the gradients of the keys and values `kv`, which have travelled `offset` to this
+rank, and `sums` with the gradients of this hop added. It is a kernel, or the loop over an inner mesh axis of the
+ring."""
 
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:

@@ -17,7 +17,7 @@ from .sends import KV, after_on_cpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The static description of a ring: the kernel, the mesh axes, how tokens are sharded, and the levels of hops."""
+    """The static description of a ring: the kernel, the mesh axes, how tokens are sharded, and the loops of hops."""
 
     kernel: BlockKernel
     axis: tuple[str, ...]
@@ -25,7 +25,7 @@ class Ring:
     keys: Shards
     """How keys are sharded: like queries, or one shard in natural order if each rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
-    """The levels of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
+    """The loops of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
 
     @property
     def gathers(self) -> bool:

@@ -23,7 +23,7 @@ MOST_TILES: Final = 64
 
 
 class Send(NamedTuple):
-    """One permute: every rank sends a shard, or only its `rows`, to the rank `shift` places further round the level."""
+    """One permute: every rank sends a shard, or only its `rows`, to the rank `shift` ranks further round a `Level`."""
 
     shift: int
     rows: tuple[int, int] | None = None
@@ -33,9 +33,9 @@ class Send(NamedTuple):
 class Hop(NamedTuple):
     """One hop: how far the keys that this rank computes with have travelled, and what it sends meanwhile.
 
-    `offset` says whose keys these are (`source`): a number with a digit for each level, which says how many ranks of
-    that level the keys have travelled. `keys` sends the keys of the next hop, and `gradients` the gradients of the keys
-    of the hop before; `None` sends nothing.
+    `offset` is a mixed-radix number: its digit for a `Level` says how many ranks of that level the keys have travelled.
+    `source` converts it to the rank that owns the keys. `keys` is the send of the next hop's keys, and `gradients` that
+    of the gradients from the hop before; `None` sends nothing.
     """
 
     offset: Any
@@ -45,8 +45,9 @@ class Hop(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A ring over one or more mesh axes: at hop `t`, rank `r` has keys of rank `r - distances[t]`; `distances[0]` is 0.
+    """One loop of the ring, over one or more mesh axes; a ring over several axes can be a loop inside a loop.
 
+    At hop `t`, rank `r` has the keys of rank `r - distances[t]`; `distances[0]` is 0.
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
     the rank that owns them, and their gradients go straight back; such a level is the only one, and its hops are
     unrolled. `stride` is how far apart neighbours of this level are in the whole ring: the product of the sizes of the
@@ -128,7 +129,7 @@ class Level:
 def levels(
     rule: Rule, shards: Shards, lengths: tuple[int, int], axis: tuple[str, ...], sizes: tuple[int, ...]
 ) -> tuple[Level, ...]:
-    """The levels of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
+    """The loops of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
 
     A ring that needs the whole shards of all ranks has a level for each axis. A ring that leaves out hops or rows has
     one level over all axes, because a few sends take less time than a round of every axis. `lengths` are the numbers of
@@ -151,7 +152,7 @@ def levels(
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; both may be arrays.
 
-    Each digit of an offset counts back round its own level. With one level, that is `(rank - offset) % ranks`.
+    Each digit of an offset counts back round its own `Level`. With one level, that is `(rank - offset) % ranks`.
     """
     for level in levels:
         digit = rank // level.stride % level.ranks
