@@ -59,7 +59,7 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of every rank that it brings here, this rank's own first."""
+    """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own first."""
 
     def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:

@@ -48,6 +48,7 @@ class Level:
     """One loop of the ring, over one or more mesh axes; a ring over several axes can be a loop inside a loop.
 
     At hop `t`, rank `r` has the keys of rank `r - distances[t]`; `distances[0]` is 0.
+
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
     the rank that owns them, and their gradients go straight back; such a level is the only one, and its hops are
     unrolled. `stride` is how far apart neighbours of this level are in the whole ring: the product of the sizes of the
@@ -73,7 +74,7 @@ class Level:
 
     @property
     def first(self) -> Send:
-        """The send, before the first hop of the backward pass, of the keys of that hop."""
+        """The send that brings the keys of the first hop of the backward pass; it starts before that hop."""
         return Send(self.distances[1], self.rows[1] if self.rows else None)
 
     @property
@@ -100,7 +101,7 @@ class Level:
         return Send(self.distances[hop], self.rows[hop])
 
     def _behind(self, hop: int) -> Send | None:
-        """The send, during `hop`, of the gradients from the hop before: after their keys, or straight to the owner."""
+        """The send, during `hop`, of the gradients from the hop before: to the rank with their keys, or the owner."""
         if hop == 1:
             return None
         return self._bringing(hop) if self.rows is None else Send(-self.distances[hop - 1])
@@ -188,8 +189,8 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
     """True where a tile of a rank's queries may see a tile of the keys that have travelled `offset` to it.
 
     A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
-    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them; of a mask that holds an
-    array, such as ids of documents, they do not, and all tokens are read.
+    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them. The ends do not bound
+    a mask that holds an array, such as document ids, so all tokens are then read.
     """
     masks = rule.masks if all(mask.bounded for mask in rule.masks) else ()
     every = any(mask.shapes() for mask in masks)
@@ -204,7 +205,7 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
 
 @functools.lru_cache(maxsize=4)
 def _tiles(shards: Shards, length: int, parts: int, every: bool) -> np.ndarray:
-    """The global index of `every` token, or of the ends of each tile, `[ranks, tiles, tokens]`.
+    """The global indices of all tokens, if `every`, else of the two ends of each tile: `[ranks, tiles, tokens]`.
 
     Each shard is cut into up to `parts` equal tiles.
     """
