@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from .protocol import Block
+from .protocol import Block, BlockKernel
+
+
+def wants_static_masks(kernel: BlockKernel) -> bool:
+    """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
+    return getattr(kernel, "static_masks", False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from ..contract import batching, ordering, packing
 from ..contract.call import ARRAYS, Call
+from ..contract.static_masks import wants_static_masks
 from ..placement.arrays import cleaned
 from . import whole_keys
-from .blocks import Ring, block, owner, put_columns, wants_static_masks
+from .blocks import Ring, block, owner, put_columns
 from .forward import Residuals, sinks_of
 from .plan import Hop, Level
 from .sends import KV, after, after_on_cpu, packed, sent, total

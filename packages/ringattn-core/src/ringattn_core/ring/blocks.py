@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
+from ..contract.static_masks import wants_static_masks
 from ..placement.layout import Shards
 from .plan import Level, source
 from .sends import KV, after_on_cpu
@@ -118,11 +119,6 @@ def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
     """The entries of `x` for the rows that `kv` holds; the last axis of `x` has a whole shard, or just these rows."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
-
-
-def wants_static_masks(kernel: BlockKernel) -> bool:
-    """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
-    return getattr(kernel, "static_masks", False)
 
 
 def _keys_from(layout: str, offset: Any) -> str:
