@@ -23,11 +23,12 @@ from ringattn_core.errors import BackendUnavailableError, UnsupportedFeatureErro
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BLOCK, RING = EXAMPLES / "third-party-backend", EXAMPLES / "third-party-ring"
-FLASH3, TRITON = EXAMPLES / "third-party-flash3", EXAMPLES / "third-party-triton"
+FLASH3, FA4, TRITON = (EXAMPLES / f"third-party-{name}" for name in ("flash3", "fa4", "triton"))
 KERNELS = {
     BLOCK: "ringattn_example.block",
     RING: "ringattn_example_ring.gather",
     FLASH3: "ringattn_example_flash3.kernel",
+    FA4: "ringattn_example_fa4.kernel",
     TRITON: "ringattn_example_triton.kernel",
 }
 each = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
@@ -153,11 +154,12 @@ def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(
     agrees_with_the_xla_backend(TRITON, layout, tokens=20)
 
 
-def test_flashattention_3_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("folder", "wheel"), [(FLASH3, "dew-flash-attn-cu13"), (FA4, "'fa4-jax")])
+def test_an_attention_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    folder: Path, wheel: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.syspath_prepend(FLASH3 / "src")
+    monkeypatch.syspath_prepend(folder / "src")
     x = jnp.ones((1, 8, 2, 8), jnp.float16)
-    here = dataclasses.replace(descriptor(FLASH3), platforms=("cpu",))
-    with registered(here), pytest.raises(BackendUnavailableError, match="pip install dew-flash-attn-cu13"):
-        ring_attention(x, x, x, backend="example-flash3")
+    here = dataclasses.replace(descriptor(folder), platforms=("cpu",))
+    with registered(here), pytest.raises(BackendUnavailableError, match=f"pip install {wheel}"):
+        ring_attention(x, x, x, backend=here.name)
