@@ -44,7 +44,7 @@ SUPPORTED = (
 )
 # The tests of core that break first when JAX changes: meshes and `shard_map`. `nox -s thirdparty` runs the core tier of
 # the suite on the newest JAX, with rings, masks and gradients.
-MOVING = ("meshes", "pipelines", "shard_map_calls", "sharding")
+MOVING = ("meshes", "shard_map_calls", "sharding")
 ON_THE_NEWEST = tuple(f"packages/ringattn-core/tests/test_{name}.py" for name in MOVING)
 CPU = {"JAX_PLATFORMS": "cpu"}
 # The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.

@@ -30,6 +30,12 @@ def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
     assert "on a 2 x 4 mesh, and equals that of one device" in result.stdout.splitlines()[-1]
 
 
+def test_decoding_gives_what_one_pass_over_the_sequence_gives():
+    result = run("decode.py", "--room", "128", "--chunk", "32", "--steps", "3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" as in one pass") == 3
+
+
 def test_losses_that_differ_or_do_not_fall_end_with_status_1():
     code = """
 import training

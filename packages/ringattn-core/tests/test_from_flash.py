@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from ringattn_core import Backend, Feature, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.errors import BackendLoadError
 from ringattn_core.ring import plan
+from traced_calls import equations
 
 CALLS: list[tuple[Any, ...]] = []
 """The calls of the two functions in the programs traced so far: queries, keys, causal."""
@@ -97,7 +97,7 @@ def test_scores_far_above_those_that_a_query_sees_do_not_reach_gradients(layout:
     """Keys after a query have scores hundreds above its log-sum-exp: their probabilities would be infinite."""
     q, k, v = arrays(16)
     rising = jnp.linspace(0, 40, 16)[None, :, None, None]
-    agrees(4, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
+    agrees(2, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -133,31 +133,21 @@ def test_the_functions_get_only_causal_and_full_calls(layout: str, calls: set[An
     assert set(CALLS) == calls
 
 
-def branches(jaxpr: Any) -> list[Any]:
-    """The branches on values that are known at run time only; the choice of a platform is none."""
-    found = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
-    mine = [each for each in found if each.params.get("branches_platforms") is None]
-    return mine + [e for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params) for e in branches(inner)]
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch):
     """XLA would run the sends synchronously."""
     monkeypatch.setattr(plan, "UNROLLED", 2)  # also those of a scan
-    program = differentiated("flash", 4, causal=True, layout=layout)
-    assert branches(jax.make_jaxpr(program)(*arrays(64), jnp.zeros(4)).jaxpr) == []
+    program = jax.make_jaxpr(differentiated("flash", 4, causal=True, layout=layout))(*arrays(64), jnp.zeros(4))
+    branches = [equation.params for equation in equations(program.jaxpr) if equation.primitive.name == "cond"]
+    # The choice of a platform is no branch at run time.
+    assert all(params.get("branches_platforms") for params in branches)
 
 
 def test_only_nvidia_gpus_copy():
     x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     traced = jax.jit(ordering.later_than_its_send).trace(x)
     programs = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "rocm", "tpu")}
-    assert {name: "stablehlo.or" in text for name, text in programs.items()} == {
-        "cpu": False,
-        "cuda": True,
-        "rocm": False,
-        "tpu": False,
-    }
+    assert [name for name, text in programs.items() if "stablehlo.or" in text] == ["cuda"]
 
 
 def test_a_descriptor_that_declares_what_the_functions_cannot_have_is_refused():

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import ring_attention
-from ringattn_core.errors import InputError
 from ringattn_core.masks import (
     Causal,
     Chunked,
@@ -164,20 +163,6 @@ class TestTiles:
         np.testing.assert_array_equal(some[0], truth.any((-2, -1)))
         np.testing.assert_array_equal(every[0], truth.all((-2, -1)))
 
-    def test_evaluated_tiles_use_the_positions_of_each_batch_row(self) -> None:
-        positions = np.stack([np.arange(LENGTH), np.arange(LENGTH)[::-1]]).astype(np.int32)
-        index = natural().index[None]
-        mask = Predicate(lambda i, j: j <= i)
-        some, every = mask.tiles(
-            Coordinates(jnp.asarray(positions).reshape(2, -1, 4), jnp.asarray(index).reshape(1, -1, 4)),
-            Coordinates(jnp.asarray(positions).reshape(2, -1, 6), jnp.asarray(index).reshape(1, -1, 6)),
-        )
-        assert some.shape == (2, 6, 4)
-        for row in range(2):
-            truth = by_tile(positions[row][None, :] <= positions[row][:, None], 4, 6)
-            np.testing.assert_array_equal(some[row], truth.any((-2, -1)))
-            np.testing.assert_array_equal(every[row], truth.all((-2, -1)))
-
     def test_a_compound_is_bounded_where_all_its_parts_are(self) -> None:
         assert (Causal() & ~Local(1, 1) | Document(IDS)).bounded
         for loose in (Numpy(DENSE), Predicate(parity)):
@@ -221,24 +206,25 @@ class TestIdentity:
         assert hash(make()) == hash(make())
 
     def test_masks_that_differ_are_not_equal(self) -> None:
-        flipped = ~DENSE
         masks = [
-            Causal(),
-            Causal(1),
-            Local(1, 2),
-            Local(2, 1),
-            Chunked(4),
-            Prefix(4),
-            Document(IDS),
-            Document(IDS, KV_IDS),
-        ]
-        masks += [
-            Numpy(DENSE),
-            Numpy(flipped),
-            Numpy(DENSE.reshape(12, 48)),
-            ~Causal(),
-            Causal() & Full(),
-            Causal() | Full(),
+            *(
+                Causal(),
+                Causal(1),
+                Local(1, 2),
+                Local(2, 1),
+                Chunked(4),
+                Prefix(4),
+                Document(IDS),
+                Document(IDS, KV_IDS),
+            ),
+            *(
+                Numpy(DENSE),
+                Numpy(~DENSE),
+                Numpy(DENSE.reshape(12, 48)),
+                ~Causal(),
+                Causal() & Full(),
+                Causal() | Full(),
+            ),
         ]
         assert all((a == b) == (i == j) for i, a in enumerate(masks) for j, b in enumerate(masks))
 
@@ -248,24 +234,6 @@ class TestIdentity:
         ids[:], dense[:] = 0, True
         assert document == Document(IDS)
         np.testing.assert_array_equal(seen(held, natural(), natural()), DENSE)
-
-
-NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
-    "chunk beyond int32": (lambda: Chunked(2**31), "Chunked(size=...): got 2147483648"),
-    "window beyond int32": (lambda: Local(3, 2**31), "Local(right=...): got 2147483648"),
-    "documents of two axes": (lambda: Document(IDS, IDS[None]), "Document(kv_ids=...): got int64 of shape (1, 24)"),
-    "documents beyond int32": (lambda: Document(IDS + 2**31), "Document(q_ids=...): has values from 2147483647"),
-    "a traced array": (lambda: jax.jit(lambda x: Numpy(x) and x)(DENSE), "Numpy: is traced"),
-    "an array to be added": (lambda: Numpy(np.where(DENSE, 0.0, -np.inf)), "Numpy: got float64 of shape (24, 24)"),
-}
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_masks_that_make_no_sense_are_refused(name: str) -> None:
-    make, message = NONSENSE[name]
-    with pytest.raises(InputError) as error:
-        make()
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("offset", [2**31 - 1, 2**31 - 32, -(2**31), -(2**30)])
