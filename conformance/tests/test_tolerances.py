@@ -148,4 +148,4 @@ def test_wrong_values_in_rows_that_see_no_key_are_named_as_such(value: float, to
     assert fault.endswith(f": queries 0..23; all in rows that see no key{told}")
     got[0, -1] = np.nan
     (fault,) = wrong.difference("out", got, answer.out, 0.1, answer.empty)
-    assert fault.endswith("784 NaN")
+    assert "see no key" not in fault
