@@ -66,7 +66,9 @@ class OfEight(Dense):
         return super().forward(block, partial)
 
 
-@pytest.mark.parametrize(("sizes", "taken"), [((21, 5), (24, 8)), ((32, 32), (32, 32)), ((33, 1), None)])
+@pytest.mark.parametrize(
+    ("sizes", "taken"), [((21, 5), (24, 8)), ((12, 9), (16, 24)), ((32, 32), (32, 32)), ((33, 1), None)]
+)
 def test_a_backend_gets_heads_of_the_sizes_that_it_declares_and_refuses_larger_ones(sizes: Any, taken: Any):
     features = {Feature.FLOAT32, Feature.UNEQUAL_VALUE_DIM}
     limits: dict[str, Any] = {"largest_head": 32, "head_multiple": 8}

@@ -118,8 +118,13 @@ class Case:
         return {field.name: x for field, x in own if field.name not in ("name", "seed") and x != field.default}
 
     def with_heads_for(self, backend: Backend) -> "Case":
-        """The case with head sizes rounded up to those that the backend's `head_multiple` divides."""
+        """The case with head sizes rounded up to those that the backend's `head_multiple` divides.
+
+        Sizes that differ still differ.
+        """
         q, v = (-(-size // backend.head_multiple) * backend.head_multiple for size in (self.head_dim, self.value_dim))
+        if q == v and self.head_dim != self.value_dim:
+            v += backend.head_multiple
         return self if (q, v) == (self.head_dim, self.value_dim) else dataclasses.replace(self, head_dim=q, value_dim=v)
 
     def too_wide_for(self, backend: Backend) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from . import run_options
 from .collection import SUITE
-from .results import FAILING, Results, write
+from .results import Results, has_failed, write
 
 CERTIFIED: Final = 0
 FAILED: Final = 1
@@ -45,7 +45,7 @@ def run(given: argparse.Namespace, more: Sequence[str]) -> int:
         line = ["--pyargs", f"{__package__}.suite", "-c", os.devnull, "--rootdir", str(SUITE.parent)]
         line += ["-p", "no:cacheprovider", "--tb=short", "-n", str(given.workers), run_options.BACKEND, given.backend]
         # pytest warns that it cannot rewrite the assertions of this package, which is imported already.
-        line += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        line += ["-rN", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         asked = {name: getattr(given, name) for name in run_options.OPTIONS}
         line += run_options.in_pytest(asked | {"report": written})
         code = pytest.main([*line, *more])
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, more: Sequence[str]) -> int:
 def exit_code(found: Results) -> int:
     """The exit code for the results of a run: certified, failed, or not certified."""
     backends = found["backends"].values()
-    if any(one[what] for one in backends for what in FAILING):
+    if any(map(has_failed, backends)):
         return FAILED
     given = [one["certificate"]["given"] for one in backends]
     return CERTIFIED if given and all(given) else NOT_CERTIFIED

@@ -37,10 +37,9 @@ def calls(features: Collection[Feature], seed: int) -> list[Point]:
 
 
 def points() -> list[Point]:
-    """Every named case on every ring and in every layout.
+    """Each named case on the ring and layout that `cases.json` names, and on all others that divide its lengths.
 
-    In the tiers core and full each case runs on the one ring and layout that `cases.json` names; the exhaustive tier
-    adds all other rings and layouts that divide its lengths.
+    Only the exhaustive tier runs the others.
     """
     found = []
     for entry in ENTRIES["named"]:

@@ -91,13 +91,18 @@ def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collecti
     }
 
 
+def has_failed(backend: Results) -> bool:
+    return any(backend[what] for what in FAILING)
+
+
 def judged(backend: Results, run: Results) -> Results:
     """Decides on one backend's certificate: given or not, and why not. Expected failures do not prevent it."""
     options, platform = run["options"], run["devices"]["platform"]
     found = [(len(backend[key]), what) for key, what in SPOILING.items() if backend[key]]
     reasons = [f"{count} test{'s' * (count > 1)} {what}" for count, what in found]
-    for key, what in {"untried": "declared, not tried", "uncollected": "not collected"}.items():
-        first, others = backend[key][:FEW], len(backend[key]) - FEW
+    untried = [] if has_failed(backend) else backend["untried"]  # most have a test that failed, or that did not run
+    for what, names in {"declared, not tried": untried, "not collected": backend["uncollected"]}.items():
+        first, others = names[:FEW], len(names) - FEW
         reasons += [f"{what}: " + ", ".join(first) + (f" and {others} more" if others > 0 else "")] if first else []
     if (factor := options["tolerance_factor"]) > 1:
         reasons.append(f"every tolerance was multiplied by {factor:g}")
@@ -110,15 +115,19 @@ def judged(backend: Results, run: Results) -> Results:
 
 
 def lines(backend: Results, run: Results) -> list[str]:
-    """The lines that the end of a run prints about one backend, before the verdict."""
+    """The lines that the end of a run prints about one backend, before the verdict.
+
+    Where tests failed, it does not list what did not run because of them.
+    """
     devices, found = run["devices"]["count"], []
     if devices < RINGS[-1]:
         found.append(f"rings of more than {devices} ranks were emulated by one device")
     if run["options"]["tolerance_factor"] != 1:
         found.append(f"EVERY TOLERANCE TIMES {run['options']['tolerance_factor']:g}")
+    failed = has_failed(backend)
     for key, what in SPOILING.items():
-        found += _listed(what, backend[key])
-    found += _listed("declared, not tried", backend["untried"])
+        found += [] if failed and key == "not_run" else _listed(what, backend[key])
+    found += [] if failed else _listed("declared, not tried", backend["untried"])
     found += _listed("expected to fail", [f"{test}: {why}" for test, why in backend["expected_failure"].items()])
     counts = {what: backend[key] if key == "passed" else len(backend[key]) for key, what in WORDS.items()}
     found.append(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing ran")
@@ -142,8 +151,7 @@ def verdict(backend: Results) -> str:
     if certificate["passed"]:
         tests = f"{backend['passed']} tests with {failures}" if expected else f"all {backend['passed']} tests"
         return f"PASSED {tier}, {tests}, without a certificate: {why}"
-    failed = any(backend[what] for what in FAILING)
-    though = "" if failed else f", though {backend['passed']} tests passed and none failed"
+    though = "" if has_failed(backend) else f", though {backend['passed']} tests passed and none failed"
     return f"NOT CERTIFIED for {tier}{though}: {why}"
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest error that a result may have, and the comparison with the oracle."""
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -20,6 +22,8 @@ LOWER_PRECISION: Final = "bfloat16"
 """The dtype whose tolerances apply to calls with a `precision` below "highest"."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
+PAIRS: Final = (("q_length", "kv_length"), ("heads", "kv_heads"), ("head_dim", "value_dim"))
+"""Sizes that a failure tells together where they differ, even if one has its default."""
 
 factor = 1.0
 """The multiplier of every tolerance in this process, from the option `tolerance-factor`."""
@@ -50,7 +54,14 @@ def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, wh
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
     faults += rounded_to_half({name: got[name] for name in ("lse",) if name in got}, answer)
-    wrong.fail_if(faults, wrong.told(case.name, case.changes, where))
+    wrong.fail_if(faults, told(case, where), got)
+
+
+def told(case: Case, where: str) -> str:
+    """The first line of a failure: the case, its options that differ from the defaults, and pairs of unequal sizes."""
+    pairs = ({name: getattr(case, name) for name in pair} for pair in PAIRS)
+    unequal = [pair for pair in pairs if len({*pair.values()}) > 1]
+    return wrong.told(case.name, functools.reduce(operator.or_, unequal, case.changes), where)
 
 
 def dtype_of(case: Case) -> str:

@@ -24,11 +24,13 @@ class Wrong(AssertionError):
     """A backend gives a wrong result. The message says all: the traceback ends in the suite, not in the backend."""
 
 
-def fail_if(faults: Iterable[str], subject: str) -> None:
-    """Raises `Wrong` with all faults if there are any; the pytest plugin adds the command that repeats the test."""
-    lines = [f"\n  {fault}" for fault in faults]
+def fail_if(faults: Iterable[str], subject: str, compared: Iterable[str] = ()) -> None:
+    """Raises `Wrong` with all faults if there are any, and names the results in `compared` that have none."""
+    lines = list(faults)
     if lines:
-        raise Wrong(subject + "".join(lines))
+        right = [name for name in compared if not any(line.startswith(f"{name}:") for line in lines)]
+        lines += [f"right: {', '.join(right)}"] if right else []
+        raise Wrong("\n  ".join([subject, *lines]))
 
 
 def told(name: str, options: Mapping[str, Any], where: str = "") -> str:
@@ -48,7 +50,7 @@ def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: np.ndarray | None = None) -> list[str]:
     """One line on the differences beyond the tolerance, or none. NaN and infinities must be in the same places.
 
-    `empty[B, N, T]` marks rows that see no key: the line says so if all NaN are in such rows.
+    `empty[B, N, T]` marks rows that see no key: the line says so if all wrong elements, or all NaN, are in such rows.
     """
     got = np.asarray(got)
     if got.shape != want.shape:
@@ -61,7 +63,7 @@ def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: n
     return [
         f"{name}: worst at [{', '.join(map(str, worst))}]: got {seen[worst]:.8g}, want {want[worst]:.8g}, "
         f"error {error[worst]:.3g}, tolerance {tolerance:.3g}; {int(beyond.sum())} of {error.size} elements beyond it"
-        f"{places(name, beyond)}{_nan(name, np.isnan(seen) & beyond, empty)}"
+        f"{places(name, beyond)}{_empty_and_nan(name, beyond, np.isnan(seen) & beyond, empty)}"
     ]
 
 
@@ -91,10 +93,14 @@ def _pattern(axis: str, at: np.ndarray, length: int) -> str:
     return f"{at.size} of {length} {many} from {first} to {last}"
 
 
-def _nan(name: str, nan: np.ndarray, empty: np.ndarray | None) -> str:
-    count = int(nan.sum())
-    if not count:
-        return ""
+def _empty_and_nan(name: str, beyond: np.ndarray, nan: np.ndarray, empty: np.ndarray | None) -> str:
+    """Whether all wrong elements, or else all NaN, are in rows that see no key, and how many NaN there are."""
     rows = None if empty is None else empty if name == "lse" else np.swapaxes(empty, 1, 2)[..., None]
-    in_empty = name in ("out", "lse", "dq") and rows is not None and not (nan & ~rows).any()
-    return f"; {count} NaN" + (", all in rows that see no key" if in_empty else "")
+
+    def in_empty(wrong: np.ndarray) -> bool:
+        return name in ("out", "lse", "dq") and rows is not None and not (wrong & ~rows).any()
+
+    count = f"; {int(nan.sum())} NaN" if nan.any() else ""
+    if in_empty(beyond):
+        return "; all in rows that see no key" + count
+    return count + (", all in rows that see no key" if count and in_empty(nan) else "")

@@ -36,15 +36,18 @@ def forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> Any:
 
 
 def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool) -> Any:
+    delta = jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), out.astype(jnp.float32))
+    return backward_with_delta(q, k, v, out, lse, dout, scale=scale, causal=causal, delta=delta)
+
+
+def backward_with_delta(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool, delta: Any
+) -> Any:
     group = q.shape[2] // k.shape[2]
     keys, values = (jnp.repeat(x, group, 2).astype(jnp.float32) for x in (k, v))
     p, _ = probabilities(q, k, lse, scale, causal)
-    queries, given, delta = (
-        q.astype(jnp.float32),
-        dout.astype(jnp.float32),
-        (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1),
-    )
-    ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - jnp.swapaxes(delta, 1, 2)[..., None]) * scale
+    queries, given = q.astype(jnp.float32), dout.astype(jnp.float32)
+    ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - delta[..., None]) * scale
     dk, dv = jnp.einsum("bnts,btnh->bsnh", ds, queries), jnp.einsum("bnts,btnh->bsnh", p, given)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
     return jnp.einsum("bnts,bsnh->btnh", ds, keys).astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
@@ -95,6 +98,26 @@ def test_scores_far_above_those_that_a_query_sees_do_not_reach_gradients(layout:
     q, k, v = arrays(16)
     rising = jnp.linspace(0, 40, 16)[None, :, None, None]
     agrees(2, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_backward_pass_that_takes_delta_has_the_cotangent_of_the_log_sum_exp(layout: str):
+    q, k, v = arrays(32)
+    sinks = jnp.linspace(-1, 2, 4)
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(backend: str) -> Any:
+        def loss(*operands: Any) -> Any:
+            options = {"mesh": mesh, "axis_name": "sp", "layout": layout, "backend": backend}
+            out, lse = ring_attention(*operands, causal=True, return_lse=True, **options)
+            return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.cos(lse))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, sinks)
+
+    with_lse = Backend("with_lse", 1, ("cpu",), {*FEATURES, Feature.RETURN_LSE}, kernel="nowhere:KERNEL")
+    with registered(with_lse, from_flash(forward, backward_with_delta)):
+        for got, want in zip(gradients("with_lse"), gradients("xla"), strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * max(1, np.abs(want).max()))
 
 
 @pytest.mark.parametrize(

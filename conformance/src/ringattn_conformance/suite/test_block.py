@@ -89,7 +89,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     faults += tolerances.against_oracle(got, answer, tolerances.dtype_of(case), case.value_gain)
     if not tolerances.half_partials:
         faults += tolerances.rounded_to_half(got, answer)
-    wrong.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
+    wrong.fail_if(faults, tolerances.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
 
 
 @tiers.core

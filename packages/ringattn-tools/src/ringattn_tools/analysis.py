@@ -151,7 +151,7 @@ def analyse(
 
 
 def _choice(
-    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, heads: int
+    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, heads: selection.Heads
 ) -> tuple[Registration | None, str | None]:
     """The backend that runs the call, or `None` and the reason. Raises for a name that is not registered."""
     try:

@@ -75,7 +75,7 @@ def _without_gradient(registration: Registration, result: Any) -> Any:
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
     """Calls a backend's ring function.
 
-    `cleaned` and `where` are on the result only to keep cotangents of padding out of that function's backward pass.
+    `cleaned` and `where` serve only to keep cotangents of padding out of that function's backward pass.
     """
     q_ids, result = call.q_segment_ids, kernel(**call.options())
     if not call.return_lse or q_ids is None:
