@@ -11,6 +11,9 @@ from pathlib import Path
 
 import nox
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"ringattn needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}: install nox on 3.11")
+
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "newest_jax", "conformance", "docs"]
@@ -41,7 +44,7 @@ SUPPORTED = (
 )
 # The tests of core that break first when JAX changes: meshes and `shard_map`. `nox -s thirdparty` runs the core tier of
 # the suite on the newest JAX, with rings, masks and gradients.
-MOVING = ("meshes", "pipelines", "shard_map_calls", "sharding")
+MOVING = ("meshes", "shard_map_calls", "sharding")
 ON_THE_NEWEST = tuple(f"packages/ringattn-core/tests/test_{name}.py" for name in MOVING)
 CPU = {"JAX_PLATFORMS": "cpu"}
 # The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.
@@ -156,12 +159,15 @@ def exhaustive(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def hosts(session: nox.Session) -> None:
-    """The adapters beside the released libraries, and what jax-triton lowers on this JAX and on the newest."""
+    """The adapters beside the released libraries, the ring of FlashAttention-4, and what jax-triton lowers."""
     session.install(*group("hosts"), *EVERYWHERE)
     # Whole, these bring a training stack each; only the files that the tests read are needed.
-    session.install("--no-deps", *group("hosts-in-part"), "./examples/third-party-triton")
+    session.install("--no-deps", *group("hosts-in-part"), "./examples/third-party-triton", "./examples/third-party-fa4")
     session.run("pytest", "packages/ringattn-adapters/tests/test_released_hosts.py", env=hurried(session))
     session.run("pytest", "examples/third-party-triton/tests", env=CPU)
+    session.install(str(ROOT / "conformance"))
+    certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", "2")
+    session.run(*certify, env=hurried(session, *NO_OPTIMISER))
     session.install(*group("jax"), "--upgrade", "jax-triton")
     session.install("--no-deps", "--upgrade", "jax-cuda13-plugin")
     session.run("python", "benchmarks/upstream/jax_triton_lowers.py", env=CPU)
@@ -234,9 +240,12 @@ def thirdparty(session: nox.Session) -> None:
     wheels = Path(session.create_tmp())
     shutil.rmtree(wheels)
     session.install(*group("build"))
-    for folder in THIRD_PARTIES.values():
-        project = str(ROOT / "examples" / folder)
-        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), project, silent=True)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        for folder in THIRD_PARTIES.values():
+            # Each is a repository of its own, so it is built outside this one.
+            project = shutil.copytree(ROOT / "examples" / folder, Path(elsewhere, folder))
+            session.run("python", "-m", "build", "--no-isolation", "--outdir", str(wheels), str(project), silent=True)
+    session.run("twine", "check", "--strict", *map(str, wheels.iterdir()))
     ours = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", "xla", "conformance")]
     session.install(*group("jax"), *ours, *map(str, wheels.glob("*.whl")))
     modules = [path.name.split("-")[0] for path in map(Path, [*ours, *wheels.glob("*.whl")])]

@@ -18,6 +18,7 @@ import pytest
 
 # No module of ours may be imported here: core's conftest installs a hook for the import of some of them.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "conformance/README.md", "examples/*/README.md")
 LINKING = [*PAGES, *(page for pattern in OTHERS for page in sorted(ROOT.glob(pattern)))]
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -17,17 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, ring_attention
+from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import BackendUnavailableError, UnsupportedFeatureError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BLOCK, RING = EXAMPLES / "third-party-backend", EXAMPLES / "third-party-ring"
-FLASH3, TRITON = EXAMPLES / "third-party-flash3", EXAMPLES / "third-party-triton"
+FLASH3, FA4, TRITON = (EXAMPLES / f"third-party-{name}" for name in ("flash3", "fa4", "triton"))
 KERNELS = {
     BLOCK: "ringattn_example.block",
     RING: "ringattn_example_ring.gather",
     FLASH3: "ringattn_example_flash3.kernel",
+    FA4: "ringattn_example_fa4.kernel",
     TRITON: "ringattn_example_triton.kernel",
 }
 each = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
@@ -98,15 +99,16 @@ def flash3(target: str, results: Any) -> Any:
 
 
 def agrees_with_the_xla_backend(folder: Path, layout: str, tokens: int = 6) -> None:
-    """Compares a ring of four ranks, and its gradients, with one of the xla backend."""
+    """Compares a ring of four ranks, its log-sum-exp if it declares that, and gradients with one of the xla backend."""
     draw = np.random.default_rng(0)
     operands = [jnp.asarray(draw.standard_normal((4, 2, tokens, heads, 12)), jnp.float16) for heads in (4, 2, 2)]
-    sinks = draw.standard_normal(4, np.float32)
+    sinks, with_lse = draw.standard_normal(4, np.float32), descriptor(folder).supports(Feature.RETURN_LSE)
 
     def gradients(backend: str) -> Any:
         def loss(query: Any, key: Any, value: Any, sinks: Any) -> jax.Array:
-            out = ring_attention(query, key, value, sinks, causal=True, axis_name="sp", layout=layout, backend=backend)
-            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+            options = {"causal": True, "axis_name": "sp", "layout": layout, "return_lse": with_lse}
+            results = ring_attention(query, key, value, sinks, backend=backend, **options)
+            return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(results))
 
         def total(*arrays: Any) -> jax.Array:
             return jax.vmap(loss, (0, 0, 0, None), axis_name="sp")(*arrays).sum()
@@ -120,19 +122,16 @@ def agrees_with_the_xla_backend(folder: Path, layout: str, tokens: int = 6) -> N
         np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_a_ring_of_flashattention_3_agrees_with_one_of_the_xla_backend(layout: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_ring_of_flashattention_3_agrees_with_one_of_the_xla_backend(monkeypatch: pytest.MonkeyPatch):
+    """Which calls the layouts make of the two functions is tested in core's `test_from_flash.py`."""
     monkeypatch.syspath_prepend(FLASH3 / "src")
     kernel = importlib.import_module(KERNELS[FLASH3])
     monkeypatch.setattr(kernel, "register", lambda: None)
     monkeypatch.setattr(jax.ffi, "ffi_call", flash3)
-    agrees_with_the_xla_backend(FLASH3, layout)
+    agrees_with_the_xla_backend(FLASH3, "zigzag")
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(monkeypatch: pytest.MonkeyPatch):
     """The kernels run in ringattn-triton's interpreter, in tiles that no length divides."""
     from ringattn_triton.launch.interpreted import launch
     from ringattn_triton.launch.kernel_call import KernelCall
@@ -150,14 +149,15 @@ def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(
     monkeypatch.syspath_prepend(TRITON / "src")
     kernel = importlib.import_module(KERNELS[TRITON])
     monkeypatch.setattr(kernel, "TILE", 16)
-    agrees_with_the_xla_backend(TRITON, layout, tokens=20)
+    agrees_with_the_xla_backend(TRITON, "striped", tokens=20)
 
 
-def test_flashattention_3_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("folder", "wheel"), [(FLASH3, "dew-flash-attn-cu13"), (FA4, "'fa4-jax")])
+def test_an_attention_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    folder: Path, wheel: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.syspath_prepend(FLASH3 / "src")
+    monkeypatch.syspath_prepend(folder / "src")
     x = jnp.ones((1, 8, 2, 8), jnp.float16)
-    here = dataclasses.replace(descriptor(FLASH3), platforms=("cpu",))
-    with registered(here), pytest.raises(BackendUnavailableError, match="pip install dew-flash-attn-cu13"):
-        ring_attention(x, x, x, backend="example-flash3")
+    here = dataclasses.replace(descriptor(folder), platforms=("cpu",))
+    with registered(here), pytest.raises(BackendUnavailableError, match=f"pip install {wheel}"):
+        ring_attention(x, x, x, backend=here.name)

@@ -2,11 +2,14 @@
 """Outcomes: an answer where it is owed, a refusal where it is not, and neither in place of the other."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from reference_kernels import Dense
-from ringattn_conformance.outcomes import owed, supports
-from ringattn_core import Backend, Feature
+from ringattn_conformance.cases import Case
+from ringattn_conformance.outcomes import agrees, owed, supports
+from ringattn_conformance.ranks import Placement, place
+from ringattn_core import Backend, Block, Feature
 from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import UnsupportedFeatureError
 
@@ -52,3 +55,24 @@ def test_a_refusal_must_name_the_backend_and_the_feature():
         _refuse("another", "BIAS")
     with pytest.raises(AssertionError), owed("half", [Feature.BIAS]):
         _refuse("half", "CAUSAL")
+
+
+class OfEight(Dense):
+    """A kernel for head sizes that 8 divides, up to 32."""
+
+    def forward(self, block: Block, partial: Any) -> Any:
+        sizes = block.q.shape[-1], block.value_dim
+        assert all(size % 8 == 0 and size <= 32 for size in sizes), sizes
+        return super().forward(block, partial)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "taken"), [((21, 5), (24, 8)), ((12, 9), (16, 24)), ((32, 32), (32, 32)), ((33, 1), None)]
+)
+def test_a_backend_gets_heads_of_the_sizes_that_it_declares_and_refuses_larger_ones(sizes: Any, taken: Any):
+    features = {Feature.FLOAT32, Feature.UNEQUAL_VALUE_DIM}
+    limits: dict[str, Any] = {"largest_head": 32, "head_multiple": 8}
+    with registered(Backend("eight", 1, ("cpu",), features, kernel="nowhere:KERNEL", **limits), OfEight()):
+        placed = place(Case("sizes", head_dim=sizes[0], value_dim=sizes[1]), Placement(1), "eight")
+        agrees(placed)
+    assert taken in (None, (placed.case.head_dim, placed.case.value_dim))

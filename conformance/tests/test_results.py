@@ -51,6 +51,7 @@ def test_a_certificate_is_given_where_nothing_spoils_it_and_names_what_it_is_abo
     [
         ({"expected_failure": {"a": "NaN spreads", "b": "NaN spreads"}}, ", with 2 expected failures"),
         ({"half_partials": True}, ", with partial results in half precision"),
+        ({"largest_head": 256, "head_multiple": 8}, ", with heads of at most 256, with head sizes that 8 divides"),
     ],
 )
 def test_it_says_with_what_it_is_given(changes: dict[str, Any], more: str):

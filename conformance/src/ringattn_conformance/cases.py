@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
 
 from . import case_inputs
@@ -116,10 +117,19 @@ class Case:
         own = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {field.name: x for field, x in own if field.name not in ("name", "seed") and x != field.default}
 
-    @property
-    def widest(self) -> int:
-        """The larger of the query-key and the value head size."""
-        return max(self.head_dim, self.value_dim)
+    def with_heads_for(self, backend: Backend) -> "Case":
+        """The case with head sizes rounded up to those that the backend's `head_multiple` divides.
+
+        Sizes that differ still differ.
+        """
+        q, v = (-(-size // backend.head_multiple) * backend.head_multiple for size in (self.head_dim, self.value_dim))
+        if q == v and self.head_dim != self.value_dim:
+            v += backend.head_multiple
+        return self if (q, v) == (self.head_dim, self.value_dim) else dataclasses.replace(self, head_dim=q, value_dim=v)
+
+    def too_wide_for(self, backend: Backend) -> bool:
+        """Whether heads are larger than the backend's `largest_head`."""
+        return backend.largest_head is not None and max(self.head_dim, self.value_dim) > backend.largest_head
 
     @property
     def masks_of_heads(self) -> Builder | None:

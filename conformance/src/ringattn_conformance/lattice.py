@@ -37,10 +37,9 @@ def calls(features: Collection[Feature], seed: int) -> list[Point]:
 
 
 def points() -> list[Point]:
-    """Every named case on every ring and in every layout.
+    """Each named case on the ring and layout that `cases.json` names, and on all others that divide its lengths.
 
-    In the tiers core and full each case runs on the one ring and layout that `cases.json` names; the exhaustive tier
-    adds all other rings and layouts that divide its lengths.
+    Only the exhaustive tier runs the others.
     """
     found = []
     for entry in ENTRIES["named"]:
@@ -84,14 +83,14 @@ def untried(backend: str, seed: int, passed: Collection[str]) -> list[str]:
 
     `passed` has the names of the calls whose tests passed.
     """
-    declared, largest = features_of(backend), discovery.get(backend).descriptor().largest_head
+    declared, descriptor = features_of(backend), discovery.get(backend).descriptor()
     dtypes = {Feature[name.upper()] for name in DTYPES} & declared
     met = [
-        point.case.needs
+        point.case.with_heads_for(descriptor).needs
         | point.placement.needs
         | (frozenset() if point.case.forward else {Feature.GRADIENTS} & declared)
         for point in calls(declared, seed)
-        if point.name in passed and (largest is None or point.case.widest <= largest)
+        if point.name in passed and not point.case.with_heads_for(descriptor).too_wide_for(descriptor)
     ]
     halves = {(Feature.PRECISION, Feature.FLOAT16), (Feature.PRECISION, Feature.BFLOAT16)}
     pairs = {(feature, dtype) for feature in declared - dtypes for dtype in dtypes} - halves

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
 from ringattn_core.call.options import ARRAYS
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract.features import Feature
@@ -182,6 +183,8 @@ class Placed:
 
 
 def place(case: Case, placement: Placement, backend: str) -> Placed:
+    """The case on the placement, with head sizes that the backend takes (`Case.with_heads_for`)."""
+    case = case.with_heads_for(discovery.get(backend).descriptor())
     return Placed(case, placement.here(), backend, case.inputs)
 
 

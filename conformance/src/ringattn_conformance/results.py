@@ -80,6 +80,8 @@ def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collecti
         "api": descriptor.api,
         "kind": "ring function" if descriptor.kernel is None else "block kernel",
         "half_partials": descriptor.half_partials,
+        "largest_head": descriptor.largest_head,
+        "head_multiple": descriptor.head_multiple,
         "platforms": list(descriptor.platforms),
         "declared": declared,
         "passed": passed,
@@ -145,13 +147,20 @@ def verdict(backend: Results) -> str:
     tier, why = f"the {certificate['tier']} tier", "; ".join(certificate["spoiled_by"])
     failures = f"{expected} expected failure{'s' * (expected > 1)}"
     if certificate["given"]:
-        half = ", with partial results in half precision" if backend["half_partials"] else ""
-        return f"CERTIFIED for {tier}{half}" + (f", with {failures}" if expected else "")
+        return ", with ".join([f"CERTIFIED for {tier}", *_limits(backend), *([failures] if expected else [])])
     if certificate["passed"]:
         tests = f"{backend['passed']} tests with {failures}" if expected else f"all {backend['passed']} tests"
         return f"PASSED {tier}, {tests}, without a certificate: {why}"
     though = "" if has_failed(backend) else f", though {backend['passed']} tests passed and none failed"
     return f"NOT CERTIFIED for {tier}{though}: {why}"
+
+
+def _limits(backend: Results) -> list[str]:
+    """The limits of the descriptor in words: the certificate holds within them."""
+    largest, multiple = backend["largest_head"], backend["head_multiple"]
+    found = ["partial results in half precision"] if backend["half_partials"] else []
+    found += [f"heads of at most {largest}"] if largest is not None else []
+    return found + ([f"head sizes that {multiple} divides"] if multiple > 1 else [])
 
 
 def _listed(what: str, tests: Collection[str]) -> list[str]:

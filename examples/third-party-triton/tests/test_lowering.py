@@ -23,7 +23,7 @@ def test_three_kernels_lower(dtype, causal: bool, monkeypatch: pytest.MonkeyPatc
 
     def both(q, k, v):
         out, lse = kernel.forward(q, k, v, **static)
-        return kernel.backward(q, k, v, out, lse, out, **static)
+        return kernel.backward(q, k, v, out, lse, out, **static, delta=lse)
 
     text = jax.jit(both).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call") == 3

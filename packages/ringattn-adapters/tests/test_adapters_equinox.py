@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from agreement import agree, mesh
 from ringattn_adapters.equinox import RingMultiheadAttention
 from ringattn_core import errors, from_layout, to_layout
 
@@ -18,10 +18,6 @@ X = jax.random.normal(jax.random.key(1), (B, T, C))
 CAUSAL = jnp.tril(jnp.ones((T, T), bool))
 SIZES = {"key_size": 12, "value_size": 20, "output_size": 24, "qk_size": 5, "vo_size": 7}
 BIASES = {"use_query_bias": True, "use_key_bias": True, "use_value_bias": True, "use_output_bias": True}
-
-
-def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "sp"))
 
 
 def gradients(module: Any, *inputs: jax.Array, **call: Any) -> Any:
@@ -34,12 +30,6 @@ def gradients(module: Any, *inputs: jax.Array, **call: Any) -> Any:
 
     (_, out), found = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(parameters, inputs)
     return jax.tree.leaves((out, found))
-
-
-def agree(got: Any, want: Any, atol: float = 5e-5) -> None:
-    for one, other in zip(got, want, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol * max(1.0, float(np.max(np.abs(other)))))
 
 
 @pytest.mark.parametrize("sizes", [{}, SIZES | BIASES], ids=["same", "sizes and biases"])
@@ -72,7 +62,7 @@ def test_a_batch_gives_the_result_of_each_example():
     np.testing.assert_allclose(jax.vmap(module)(X, X, X), one, atol=2e-5)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_mesh_gives_what_one_device_gives_in_every_layout(layout: str):
     options = {"num_key_heads": 2, "causal": True, "key": KEY}
     spread = RingMultiheadAttention(N, C, **options, mesh=mesh(), axis_name="sp", layout=layout)
@@ -145,6 +135,10 @@ REFUSED = {
     "other axes": (lambda: RingMultiheadAttention(N, C, key=KEY)(X, X[0], X[0]), "query, key_ and value: have shapes"),
     "another size": (lambda: RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X), "key_: has shape .2, 16, 3."),
     "another mask": (lambda: RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3]), "^mask: has shape"),
+    "heads that cannot share keys": (
+        lambda: RingMultiheadAttention(N, C, num_key_heads=3, key=KEY), "num_key_heads: got 3 for 4 heads"
+    ),
+    "a setting without a hash": (lambda: RingMultiheadAttention(N, C, key=KEY, cfg={}), "cfg: is a dict, which cannot"),
     "an array as a setting": (
         lambda: RingMultiheadAttention(N, C, key=KEY, q_segment_ids=jnp.zeros((1, T), int)), "q_segment_ids: is no"
     ),
@@ -161,18 +155,6 @@ def test_a_wrong_argument_is_named(name: str):
 def test_without_a_rate_the_switch_of_dropout_may_be_traced():
     layer = RingMultiheadAttention(N, C, dropout_p=0, key=KEY)
     eqx.filter_jit(lambda off: layer(X, X, X, key=KEY, inference=off))(jnp.bool_(True))
-
-
-class TestWhatItRefuses:
-    def test_heads_that_cannot_share_keys(self):
-        with pytest.raises(errors.InputError, match="num_key_heads: got 3 for 4 heads"):
-            RingMultiheadAttention(N, C, num_key_heads=3, key=KEY)
-
-    def test_settings_that_cannot_be_hashed(self):
-        with pytest.raises(
-            errors.InputError, match=r"cfg: is a dict, which cannot be hashed\. Pass a tuple, or a Ring"
-        ):
-            RingMultiheadAttention(N, C, key=KEY, cfg={})
 
 
 def test_modules_with_equal_settings_have_equal_tree_structures():

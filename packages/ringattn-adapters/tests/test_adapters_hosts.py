@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import normal
 from jax.sharding import PartitionSpec as P
 from ringattn_adapters import easydel, haliax, jax_linear_attention, keras, levanter, maxtext
 from ringattn_core import errors, from_layout, to_layout
@@ -24,10 +25,6 @@ IDS = jnp.repeat(jnp.arange(2, dtype=jnp.int32), T // 2)[None].repeat(B, 0)
 ROW, COLUMN = np.arange(T)[:, None], np.arange(T)
 CAUSAL, SAME = COLUMN <= ROW, np.asarray(IDS[:, :, None] == IDS[:, None, :])[:, None]
 SINKS = jnp.linspace(-1.0, 1.0, K * G)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 QUERY, KEY, VALUE = normal(0, B, T, K * G, H), normal(1, B, T, K, H), normal(2, B, T, K, H)

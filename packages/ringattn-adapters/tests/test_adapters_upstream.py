@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import normal
 from flax import nnx
 from ringattn_adapters.flax import ring_attention_fn
 from ringattn_adapters.jax_nn import dot_product_attention
@@ -34,10 +35,6 @@ def _promotion_of_the_libraries() -> Iterator[None]:
     """Allows promotion, because both libraries mix dtypes in their own functions."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def close(got: Any, want: Any, atol: float) -> None:

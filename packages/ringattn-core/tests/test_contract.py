@@ -12,19 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Gradients, Partial, masks, ring_attention
 from ringattn_core.backends import discovery
-from ringattn_core.contract.visibility import with_forbidden
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
 
 EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=frozenset(Feature))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_a_bias_below_minus_100000_forbids_and_its_entry_has_no_gradient(dtype: Any):
-    bias = jnp.array([0.5, -6e4, -2e5, -1e9, -3e38, -np.inf], dtype)
-    got, gradient = jax.value_and_grad(lambda x: jnp.exp(with_forbidden(x)).sum())(bias)
-    assert np.isneginf(with_forbidden(bias)).tolist() == [False, False, True, True, True, True]
-    assert got == jnp.exp(bias[0].astype(jnp.float32)) and gradient[2:].tolist() == [0] * 4
 
 
 class Odd:
@@ -94,7 +85,7 @@ class Final(XlaKernel):
         return dataclasses.replace(found, **{name: getattr(found, name).astype(x.dtype) for name, x in like.items()})
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": jnp.zeros(2)}, {"ring": 4}], ids=["alone", "sinks", "ring of 4"])
+@pytest.mark.parametrize("options", [{}, {"sinks": jnp.zeros(2)}, {"ring": 2}], ids=["alone", "sinks", "ring of 2"])
 def test_a_block_is_final_where_nothing_comes_before_or_after(options: dict[str, Any]):
     kernel, options = Final(), dict(options)
     ring, sinks = options.pop("ring", 1), options.pop("sinks", None)
@@ -160,22 +151,16 @@ class Remembering(XlaKernel):
 
 
 @pytest.mark.parametrize(
-    ("options", "transform"),
-    [
-        ({}, lambda f: f),
-        ({"ring": 2}, jax.jit),
-        ({"ring": 4}, jax.checkpoint),
-    ],
-    ids=["plain", "ring under jit", "ring with remat"],
+    ("ring", "transform"), [(1, lambda f: f), (2, jax.checkpoint)], ids=["plain", "ring with remat"]
 )
-def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(options: dict[str, Any], transform: Any):
-    kernel, options = Remembering(), dict(options)
-    mesh = jax.make_mesh((options.pop("ring", 1),), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(ring: int, transform: Any):
+    kernel = Remembering()
+    mesh = jax.make_mesh((ring,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
     draw = np.random.default_rng(0)
     q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((2, 8, 2, 4), (1, 2, 8, 8)))
 
     def loss(q: jax.Array, bias: jax.Array, backend: str) -> jax.Array:
-        given = dict(causal=True, mesh=mesh, axis_name="sp", backend=backend, **options)
+        given = dict(causal=True, mesh=mesh, axis_name="sp", backend=backend)
         return (ring_attention(q, 2 * q, 3 * q, None, bias, **given) ** 2).sum()
 
     wanted = jax.jit(jax.grad(lambda *arrays: loss(*arrays, "xla"), (0, 1)))(q, bias)
@@ -213,10 +198,12 @@ def gradients_with_every_bias(ring: int, fixed_first: bool) -> Any:
     return jax.jit(jax.grad(loss_of_two_calls(ring, fixed_first, "every"), (0, 1, 2)))(*operands_of_two_calls())
 
 
-@pytest.mark.parametrize(("ring", "transform"), [(1, "plain"), (1, "jit"), (4, "jit"), (4, "remat")])
-@pytest.mark.parametrize("fixed_first", [False, True])
+@pytest.mark.parametrize(
+    ("ring", "transform", "fixed_first"),
+    [(1, "plain", False), (1, "jit", True), (2, "jit", False), (2, "jit", True), (2, "remat", True)],
+)
 def test_one_trace_may_differentiate_the_bias_of_one_call_and_not_of_another(
-    fixed_first: bool, ring: int, transform: str
+    ring: int, transform: str, fixed_first: bool
 ):
     """JAX traces the call once, and differentiates that trace with respect to the bias and without it."""
     # JAX keeps what it traced for a mesh; each case has another, which it has not seen.

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from ringattn_core import Backend, Feature, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.errors import BackendLoadError
 from ringattn_core.ring import plan
+from traced_calls import equations
 
 CALLS: list[tuple[Any, ...]] = []
 """The calls of the two functions in the programs traced so far: queries, keys, causal."""
@@ -36,15 +36,18 @@ def forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> Any:
 
 
 def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool) -> Any:
+    delta = jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), out.astype(jnp.float32))
+    return backward_with_delta(q, k, v, out, lse, dout, scale=scale, causal=causal, delta=delta)
+
+
+def backward_with_delta(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool, delta: Any
+) -> Any:
     group = q.shape[2] // k.shape[2]
     keys, values = (jnp.repeat(x, group, 2).astype(jnp.float32) for x in (k, v))
     p, _ = probabilities(q, k, lse, scale, causal)
-    queries, given, delta = (
-        q.astype(jnp.float32),
-        dout.astype(jnp.float32),
-        (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1),
-    )
-    ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - jnp.swapaxes(delta, 1, 2)[..., None]) * scale
+    queries, given = q.astype(jnp.float32), dout.astype(jnp.float32)
+    ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - delta[..., None]) * scale
     dk, dv = jnp.einsum("bnts,btnh->bsnh", ds, queries), jnp.einsum("bnts,btnh->bsnh", p, given)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
     return jnp.einsum("bnts,bsnh->btnh", ds, keys).astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
@@ -94,7 +97,27 @@ def test_scores_far_above_those_that_a_query_sees_do_not_reach_gradients(layout:
     """Keys after a query have scores hundreds above its log-sum-exp: their probabilities would be infinite."""
     q, k, v = arrays(16)
     rising = jnp.linspace(0, 40, 16)[None, :, None, None]
-    agrees(4, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
+    agrees(2, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_backward_pass_that_takes_delta_has_the_cotangent_of_the_log_sum_exp(layout: str):
+    q, k, v = arrays(32)
+    sinks = jnp.linspace(-1, 2, 4)
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(backend: str) -> Any:
+        def loss(*operands: Any) -> Any:
+            options = {"mesh": mesh, "axis_name": "sp", "layout": layout, "backend": backend}
+            out, lse = ring_attention(*operands, causal=True, return_lse=True, **options)
+            return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.cos(lse))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, sinks)
+
+    with_lse = Backend("with_lse", 1, ("cpu",), {*FEATURES, Feature.RETURN_LSE}, kernel="nowhere:KERNEL")
+    with registered(with_lse, from_flash(forward, backward_with_delta)):
+        for got, want in zip(gradients("with_lse"), gradients("xla"), strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * max(1, np.abs(want).max()))
 
 
 @pytest.mark.parametrize(
@@ -110,31 +133,21 @@ def test_the_functions_get_only_causal_and_full_calls(layout: str, calls: set[An
     assert set(CALLS) == calls
 
 
-def branches(jaxpr: Any) -> list[Any]:
-    """The branches on values that are known at run time only; the choice of a platform is none."""
-    found = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
-    mine = [each for each in found if each.params.get("branches_platforms") is None]
-    return mine + [e for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params) for e in branches(inner)]
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch):
     """XLA would run the sends synchronously."""
     monkeypatch.setattr(plan, "UNROLLED", 2)  # also those of a scan
-    program = differentiated("flash", 4, causal=True, layout=layout)
-    assert branches(jax.make_jaxpr(program)(*arrays(64), jnp.zeros(4)).jaxpr) == []
+    program = jax.make_jaxpr(differentiated("flash", 4, causal=True, layout=layout))(*arrays(64), jnp.zeros(4))
+    branches = [equation.params for equation in equations(program.jaxpr) if equation.primitive.name == "cond"]
+    # The choice of a platform is no branch at run time.
+    assert all(params.get("branches_platforms") for params in branches)
 
 
 def test_only_nvidia_gpus_copy():
     x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     traced = jax.jit(ordering.later_than_its_send).trace(x)
     programs = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "rocm", "tpu")}
-    assert {name: "stablehlo.or" in text for name, text in programs.items()} == {
-        "cpu": False,
-        "cuda": True,
-        "rocm": False,
-        "tpu": False,
-    }
+    assert [name for name, text in programs.items() if "stablehlo.or" in text] == ["cuda"]
 
 
 def test_a_descriptor_that_declares_what_the_functions_cannot_have_is_refused():

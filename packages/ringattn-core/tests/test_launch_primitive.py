@@ -65,9 +65,5 @@ def test_one_traced_program_is_lowered_for_each_platform(x, monkeypatch):
 
 def test_a_cpu_without_the_variable_is_told_what_to_do(x, monkeypatch):
     monkeypatch.delenv(INTERPRETER.variable)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"kernel sums was launched on a CPU.*set RINGATTN_MADE_UP_INTERPRET=1"):
         jax.jit(lambda x: sums(x, x) + 1)(x)
-    assert str(caught.value) == (
-        "kernel sums was launched on a CPU, and Mosaic compiles for TPUs. Choose the backend 'xla', or set "
-        "RINGATTN_MADE_UP_INTERPRET=1 to interpret the kernels on a CPU, which is slow and meant for tests"
-    )

@@ -17,76 +17,44 @@ def given(info: MaskInfo) -> set[str]:
     return {field.name for field in dataclasses.fields(info) if getattr(info, field.name) is not None}
 
 
-def all_int32(info: MaskInfo) -> bool:
-    return all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(info))
+def ids(q: Any, kv: Any = None) -> dict[str, Any]:
+    return {"q_segment_ids": q, "kv_segment_ids": q if kv is None else kv}
 
 
-class TestSegments:
-    @pytest.mark.parametrize("make", [list, np.array, jnp.array])
-    def test_ids_are_kept_as_int32_whatever_they_come_in(self, make: Any) -> None:
-        info = MaskInfo.from_segments(make([[0, 0, 7, -1]]), make([[0, 7]]))
-        assert given(info) == {"q_segment_ids", "kv_segment_ids"}
-        assert all_int32(info)
-        np.testing.assert_array_equal(info.q_segment_ids, [[0, 0, 7, -1]])
-        np.testing.assert_array_equal(info.kv_segment_ids, [[0, 7]])
+def places(x: Any) -> dict[str, Any]:
+    return {"q_positions": x, "kv_positions": x}
 
 
-class TestLengths:
-    def test_tokens_are_zero_and_padding_is_minus_one(self) -> None:
-        info = MaskInfo.from_lengths([2, 0, 3], [1, 4, 0], q_max=3, kv_max=4)
-        np.testing.assert_array_equal(info.q_segment_ids, [[0, 0, -1], [-1, -1, -1], [0, 0, 0]])
-        np.testing.assert_array_equal(info.kv_segment_ids, [[0, -1, -1, -1], [0, 0, 0, 0], [-1, -1, -1, -1]])
-        assert all_int32(info)
-
-    def test_without_a_maximum_the_longest_row_is_the_length(self) -> None:
-        info = MaskInfo.from_lengths([2, 3])
-        np.testing.assert_array_equal(info.q_segment_ids, [[0, 0, -1], [0, 0, 0]])
-        np.testing.assert_array_equal(info.kv_segment_ids, info.q_segment_ids)
-
-    def test_traced_lengths_work_where_the_maximum_is_given(self) -> None:
-        made = jax.jit(lambda lengths: MaskInfo.from_lengths(lengths, q_max=4))(jnp.array([3]))
-        np.testing.assert_array_equal(made.q_segment_ids, [[0, 0, 0, -1]])
-
-
-class TestDocuments:
-    def test_documents_are_numbered_and_the_rest_is_padding(self) -> None:
-        info = MaskInfo.from_documents([2, 3], total=7)
-        assert given(info) == {"q_segment_ids", "kv_segment_ids"}
-        np.testing.assert_array_equal(info.q_segment_ids, [[0, 0, 1, 1, 1, -1, -1]])
-        np.testing.assert_array_equal(info.kv_segment_ids, info.q_segment_ids)
-
-    def test_rows_may_hold_different_numbers_of_documents(self) -> None:
-        info = MaskInfo.from_documents([[1, 2], [4]])
-        np.testing.assert_array_equal(info.q_segment_ids, [[0, 1, 1, -1], [0, 0, 0, 0]])
-
-    def test_positions_restart_at_each_document_where_asked(self) -> None:
-        info = MaskInfo.from_documents([[2, 3], [1, 0, 2]], total=6, restart_positions=True)
-        np.testing.assert_array_equal(info.q_positions, [[0, 1, 0, 1, 2, 0], [0, 0, 1, 0, 1, 2]])
-        np.testing.assert_array_equal(info.kv_positions, info.q_positions)
-        assert all_int32(info)
+DENSE = np.random.default_rng(0).random((2, 3, 5)) < 0.5
+PADDED = [[0, 0, -1], [-1, -1, -1], [0, 0, 0]], [[0, -1, -1, -1], [0, 0, 0, 0], [-1, -1, -1, -1]]
+RESTARTING = ids([[0, 0, 1, 1, 1, -1], [0, 2, 2, -1, -1, -1]]) | places([[0, 1, 0, 1, 2, 0], [0, 0, 1, 0, 1, 2]])
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ids": (lambda: MaskInfo.from_segments([[0, 0, 7, -1]], np.array([[0, 7]])), ids([[0, 0, 7, -1]], [[0, 7]])),
+    "lengths": (lambda: MaskInfo.from_lengths([2, 0, 3], [1, 4, 0], q_max=3, kv_max=4), ids(*PADDED)),
+    "lengths without a maximum": (lambda: MaskInfo.from_lengths([2, 3]), ids([[0, 0, -1], [0, 0, 0]])),
+    "traced lengths": (
+        lambda: jax.jit(lambda lengths: MaskInfo.from_lengths(lengths, q_max=4))(jnp.array([3])),
+        ids([[0, 0, 0, -1]]),
+    ),
+    "documents": (lambda: MaskInfo.from_documents([2, 3], total=7), ids([[0, 0, 1, 1, 1, -1, -1]])),
+    "documents of rows": (lambda: MaskInfo.from_documents([[1, 2], [4]]), ids([[0, 1, 1, -1], [0, 0, 0, 0]])),
+    "restarting": (lambda: MaskInfo.from_documents([[2, 3], [1, 0, 2]], total=6, restart_positions=True), RESTARTING),
+    "positions": (lambda: MaskInfo.from_positions([3, 0, 1]), places([3, 0, 1])),
+    "positions of rows": (lambda: MaskInfo.from_positions([[3, 0, 1], [0, 0, 0]]), places([[3, 0, 1], [0, 0, 0]])),
+    "a dense mask": (lambda: MaskInfo.from_mask(DENSE[0]), {"attention_mask": DENSE[0][None, None]}),
+    "a dense mask of rows": (lambda: MaskInfo.from_mask(DENSE), {"attention_mask": DENSE[:, None]}),
+    "a dense mask of heads": (lambda: MaskInfo.from_mask(DENSE[None]), {"attention_mask": DENSE[None]}),
+}
 
 
-class TestDenseMask:
-    @pytest.mark.parametrize(
-        ("shape", "promoted"),
-        [((3, 5), (1, 1, 3, 5)), ((2, 3, 5), (2, 1, 3, 5)), ((2, 1, 3, 5), (2, 1, 3, 5)), ((1, 4, 3, 5), (1, 4, 3, 5))],
-    )
-    def test_it_is_kept_bit_for_bit(self, shape: tuple[int, ...], promoted: tuple[int, ...]) -> None:
-        dense = np.random.default_rng(0).random(shape) < 0.5
-        info = MaskInfo.from_mask(dense)
-        assert given(info) == {"attention_mask"}
-        assert info.attention_mask is not None
-        assert info.attention_mask.shape == promoted
-        np.testing.assert_array_equal(np.asarray(info.attention_mask).reshape(shape), dense)
-
-
-class TestPositions:
-    @pytest.mark.parametrize("positions", [[3, 0, 1], [[3, 0, 1], [0, 0, 0]]])
-    def test_they_are_kept_in_the_order_given(self, positions: Any) -> None:
-        info = MaskInfo.from_positions(positions)
-        assert given(info) == {"q_positions", "kv_positions"}
-        np.testing.assert_array_equal(info.q_positions, positions)
-        np.testing.assert_array_equal(info.kv_positions, positions)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_kept_as_given(name: str) -> None:
+    make, wanted = FORMS[name]
+    info = make()
+    assert given(info) == wanted.keys()
+    for field, x in wanted.items():
+        np.testing.assert_array_equal(getattr(info, field), x)
+        assert getattr(info, field).dtype == (bool if field == "attention_mask" else jnp.int32)
 
 
 class TestSpecs:

@@ -24,12 +24,12 @@ OFFSETS = np.array([9, 24])
 MANY: dict[str, Any] = {"causal": True, "sliding_window": (13, 0), "alibi_slopes": SLOPES}
 
 
-def mesh_of(ranks: int, kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh((ranks,), ("sp",), axis_types=(kind,), devices=jax.devices()[:ranks])
+def mesh_of(ranks: int) -> Mesh:
+    return Mesh(jax.devices()[:ranks], ("sp",))
 
 
 def expected(offset: Any, **options: Any) -> oracle.Answer:
-    names = {"sliding_window": "window", "chunk_size": "chunk", "alibi_slopes": "slopes"}
+    names = {"sliding_window": "window", "alibi_slopes": "slopes"}
     positions = np.broadcast_to(np.asarray(offset)[..., None], (B, 1)) + np.arange(T)
     given = {names.get(name, name): x for name, x in options.items()}
     q, k, v, dout = (np.asarray(x) for x in (QUERY, KEY, VALUE, DOUT))
@@ -77,11 +77,10 @@ def test_every_strategy_places_the_queries_alike_over_two_axes_with_the_batch_sp
     agrees(differentiated(attend, 4, layout, OFFSETS), expected(OFFSETS, **MANY))
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"sliding_window": 2}], ids=str)
-def test_chunks_and_two_sided_windows_count_from_the_offset(options: dict[str, Any]) -> None:
+def test_a_two_sided_window_counts_from_the_offset() -> None:
     """Without an offset, the window would leave out hops that these queries need."""
-    got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(8), axis_name="sp", **options)
-    np.testing.assert_allclose(got, expected(24, **options).out, atol=2e-5)
+    got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(8), axis_name="sp", sliding_window=2)
+    np.testing.assert_allclose(got, expected(24, sliding_window=2).out, atol=2e-5)
 
 
 def test_predicates_see_the_position_and_dropout_sees_the_index() -> None:
@@ -121,6 +120,10 @@ def test_another_offset_compiles_nothing() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beside positions": ({"query_offset": 1, "q_positions": jnp.arange(T)}, "is given beside q_positions"),
+    "beside positions in a mask": (
+        {"query_offset": 1, "mask_info": MaskInfo.from_positions(np.arange(T), np.arange(S))},
+        "is given beside q_positions",
+    ),
     "too far": ({"query_offset": 2**30 - T + 1}, r"query_offset: has the value 1073741801\. .* to 1073741800"),
     "of another batch": ({"query_offset": [1, 2, 3]}, r"query_offset: has shape \(3,\)\. Pass one integer, or 2"),
     "a fraction": ({"query_offset": 0.5}, "query_offset: has dtype float64. It needs integers"),
@@ -132,9 +135,3 @@ def test_what_is_refused_says_why(name: str) -> None:
     options, told = REFUSED[name]
     with pytest.raises(InputError, match=told):
         ring_attention(QUERY, KEY, VALUE, causal=True, **options)
-
-
-def test_positions_in_a_mask_info_are_refused_too() -> None:
-    info = MaskInfo.from_positions(jnp.arange(T), jnp.arange(S))
-    with pytest.raises(InputError, match="query_offset: is given beside q_positions"):
-        ring_attention(QUERY, KEY, VALUE, mask_info=info, query_offset=1)

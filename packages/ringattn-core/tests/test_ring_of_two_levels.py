@@ -2,19 +2,18 @@
 """Promises of a ring of two levels: a send along the outer ring has a whole round of the inner ring to arrive in."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from ringattn_core import from_layout, ring_attention, to_layout
 from ringattn_core.contract import ordering
 from ringattn_core.ring import plan
-from traced_calls import forget_traced_calls
+from traced_calls import bodies, equations, forget_traced_calls
 
 SPEC = PartitionSpec(None, ("outer", "inner"))
 
@@ -55,14 +54,6 @@ def from_one_device(ranks: int, *arrays: Any, layout: str, **options: Any) -> An
     """The result of the call on one device, for arrays in layout order."""
     natural = (from_layout(x, layout, ranks, axis=1) for x in arrays)
     return to_layout(ring_attention(*natural, **options), layout, ranks, axis=1)
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of all jaxprs inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
 
 
 def traced(outer: int, inner: int, key_heads: int) -> Any:
@@ -106,8 +97,7 @@ def test_a_send_between_groups_waits_for_the_round_before_and_no_kernel_of_its_r
     forget_traced_calls()
     program = traced(3, 2, 1)
     forget_traced_calls()
-    bodies = {id(body): body for e in equations(program) for body in jaxprs_in_params(e.params)}
-    forward, backward = (found for body in bodies.values() if (found := permutes(body)))
+    forward, backward = (found for body in bodies(program) if (found := permutes(body)))
     assert forward == [
         ("outer", 0, 2), ("inner", 0, 1), ("outer", 2, 4), ("inner", 2, 3), ("inner", 4, 5)
     ]  # fmt: skip

@@ -110,24 +110,30 @@ class TestAName:
             chosen(backend)
 
 
-class TestLargeHeads:
+class TestSizesOfHeads:
     @pytest.fixture(autouse=True)
     def _small_and_any(self, install: Any) -> Iterator[None]:
-        """Backend `small` takes heads of up to 64, and `any` heads of any size."""
-        small = Backend("small", 1, ("cuda",), ALL, kernel="gone:KERNEL", priority=10, largest_head=64)
+        """Backend `small` takes heads of up to 64, in multiples of 8, and `any` heads of any size."""
+        limits: dict[str, Any] = {"largest_head": 64, "head_multiple": 8}
+        small = Backend("small", 1, ("cuda",), ALL, kernel="gone:KERNEL", priority=10, **limits)
         with discovery.registered(small, Kernel()), installed("any", "cuda"):
             yield
 
     @pytest.mark.parametrize("backend", [None, ("small", "any")])
     def test_a_backend_whose_kernel_cannot_run_them_is_passed_over_with_the_reason(self, backend: Any) -> None:
-        assert selection.select(backend, CAUSAL, "cuda", 64).name == "small"
-        assert selection.select(backend, CAUSAL, "cuda", 72).name == "any"
-        reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", 72)}
-        assert reasons == {"small": "it does not support heads of size 72 (the largest is 64)", "any": None}
+        assert selection.select(backend, CAUSAL, "cuda", (64, 8)).name == "small"
+        for sizes, reason in {
+            (72, 8): "heads of size 72 (the largest is 64)",
+            (8, 20): "heads of size 20 (sizes are multiples of 8)",
+            (68, 20): "heads of size 68 (the largest is 64), heads of size 20 (sizes are multiples of 8)",
+        }.items():
+            assert selection.select(backend, CAUSAL, "cuda", sizes).name == "any"
+            reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", sizes)}
+            assert reasons == {"small": f"it does not support {reason}", "any": None}
 
     def test_a_named_backend_refuses_them_and_names_the_fallback(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match=r"heads of size 72 .*64.*backend=\('small', 'any'\)"):
-            selection.select("small", CAUSAL, "cuda", 72)
+            selection.select("small", CAUSAL, "cuda", (72, 72))
 
     def test_a_call_asks_before_it_runs(self) -> None:
         x = jnp.ones((1, 8, 2, 72))

@@ -75,11 +75,10 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", FORGOTTEN)
-@pytest.mark.parametrize("more", [{}, DROPOUT], ids=["plain", "dropout"])
-def test_a_mesh_axis_that_the_call_does_not_name_is_refused(check_vma: bool, name: str, more: dict[str, Any]) -> None:
+def test_a_mesh_axis_that_the_call_does_not_name_is_refused(check_vma: bool, name: str) -> None:
     named, over, unsaid = FORGOTTEN[name]
     with pytest.raises(MeshError) as error:
-        on_ranks(check_vma=check_vma, **named, **more)
+        on_ranks(check_vma=check_vma, **named)
     assert f"the mesh axes ({over}) of the surrounding shard_map may split the arrays" in str(error.value)
     assert f"Name them in {unsaid}; () means none" in str(error.value)
     assert ("axis_name=() that attention is local" in str(error.value)) == ("axis_name" not in named)
@@ -101,10 +100,11 @@ def test_an_axis_is_not_asked_for_if_no_array_varies_over_it_or_all_names_are_gi
     spec = P(None, "sp")
 
     def of(check_vma: bool, **named: Any) -> Any:
-        return jax.shard_map(
+        attend = jax.shard_map(
             lambda q, k, v: ring_attention(q, k, v, axis_name="sp", **DROPOUT, **named),
             mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma,
-        )(q, k, v)  # fmt: skip
+        )  # fmt: skip
+        return jax.jit(attend)(q, k, v)
 
     wanted = ring_attention(q, k, v, **DROPOUT)
     close(of(True), wanted)
@@ -115,19 +115,9 @@ def test_an_axis_is_not_asked_for_if_no_array_varies_over_it_or_all_names_are_gi
     close(of(False, batch_axis_name=(), head_axis_name=()), wanted)
 
 
-def of_heads(q_len: int, kv_len: int, heads: int, head: int, reps: int) -> masks.Mask:
-    assert (q_len, kv_len, heads) == (T, T, N)
-    return masks.Causal(head)
-
-
-def test_masks_of_each_head_get_the_number_of_the_head() -> None:
-    got = on_ranks(**NAMED, mask_builder=of_heads)
-    close(got, ring_attention(*arrays(), mask_builder=of_heads))
-
-
-@pytest.mark.parametrize("sinks", [(N,), (3,), (N // 2,)], ids=["one a head", "shared", "as many as local heads"])
-def test_one_axis_of_sinks_counts_all_heads(sinks: tuple[int]) -> None:
-    x = jnp.linspace(-1.0, 2.0, sinks[0])
+@pytest.mark.parametrize("sinks", [N, N // 2], ids=["one a head", "shared, as many as local heads"])
+def test_one_axis_of_sinks_counts_all_heads(sinks: int) -> None:
+    x = jnp.linspace(-1.0, 2.0, sinks)
     w = jax.random.normal(jax.random.key(1), (B, T, N, H))
 
     def split(x: Any) -> Any:
@@ -145,15 +135,7 @@ def test_one_axis_of_sinks_counts_all_heads(sinks: tuple[int]) -> None:
     jax.tree.map(close, graded(split), graded(lambda x: ring_attention(*arrays(), x)))
 
 
-@pytest.mark.parametrize("shape", [(N,), (N, 1)])
-def test_sinks_that_are_split_with_the_heads_are_those_of_each_head(shape: tuple[int, ...]) -> None:
-    x = jnp.linspace(-1.0, 2.0, N)
-    given = x.reshape(shape)
-    got = on_ranks(given, more_specs=(P("tp"),), **NAMED, softmax_aux=lambda x: x)
-    close(got, ring_attention(*arrays(), x))
-
-
-SHARED = [(8, 1, 2, True), (12, 3, 4, True), (12, 6, 4, False)]
+SHARED = [(12, 3, 4, True), (12, 6, 4, False)]
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "ranks", "check_vma"), SHARED)

@@ -2,7 +2,6 @@
 """With a mesh, arrays are global: specs are derived, uneven lengths padded, and what does not fit is refused."""
 
 import functools
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,33 +35,29 @@ def close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "axes", [dict(sp=8), dict(data=2, sp=4), dict(data=2, sp=2, tp=2), dict(sp=4, model=2), dict(other=2, sp=4)]
+    ("axes", "spec"),
+    [
+        (dict(data=2, sp=2, tp=2), P("data", "sp", "tp")),
+        (dict(sp=4, model=2), P(None, "sp", "model")),
+        (dict(replica=2, sp=2), P("replica", "sp")),
+        (dict(sp=2, tensor=2), P(None, "sp", "tensor")),
+    ],
 )
-def test_batch_and_heads_go_over_the_axes_named_for_them(axes: dict[str, int]):
+def test_batch_and_heads_go_over_the_axes_with_the_usual_names(axes: dict[str, int], spec: P):
     q, k, v = arrays()
     options: dict[str, Any] = dict(causal=True, dropout_prob=0.3, dropout_seed=7)
-    named: dict[str, Any] = dict(head_axis_name=(), batch_axis_name=()) if "other" in axes else {}
-    result = ring_attention(q, k, v, mesh=mesh_of(**axes), axis_name="sp", **options, **named)
+    result = ring_attention(q, k, v, mesh=mesh_of(**axes), axis_name="sp", **options)
     close(result, ring_attention(q, k, v, **options))
-    batch = "data" if "data" in axes else None
-    heads = next((name for name in ("tp", "model") if name in axes), None)
-    assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, P(batch, "sp", heads)), 4)
+    assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, spec), 4)
 
 
-UNUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, r"Pass head_axis_name='other' or batch_axis_name='other' to split over them"),
-    (dict(head_axis_name=()), r"Pass batch_axis_name='other' to split"),
-]
-
-
-@pytest.mark.parametrize(("named", "remedy"), UNUSED)
-def test_a_mesh_axis_over_which_nothing_is_split_is_one_warning(named: dict[str, Any], remedy: str):
+def test_a_mesh_axis_over_which_nothing_is_split_is_one_warning():
     q, k, v = arrays()
     with pytest.warns(UserWarning) as caught:
-        ring_attention(q, k, v, mesh=mesh_of(other=2, sp=2, one=1), axis_name="sp", **named)
+        ring_attention(q, k, v, mesh=mesh_of(other=2, sp=2, one=1), axis_name="sp", head_axis_name=())
     (warning,) = caught
     assert "nothing is split over the mesh axes 'other', whose ranks repeat" in str(warning.message)
-    assert re.search(remedy, str(warning.message))
+    assert "Pass batch_axis_name='other' to split" in str(warning.message)
 
 
 def test_a_warning_names_the_line_of_the_caller():
@@ -99,15 +94,7 @@ def test_who_keeps_the_batch_or_the_heads_whole_is_not_warned_of_the_axis_for_th
         ring_attention(*arrays(), mesh=mesh_of(sp=2, **{axis: 2}), axis_name="sp", **{named: ()})
 
 
-@pytest.mark.parametrize(("axis", "spec"), [("tensor", P(None, "sp", "tensor")), ("replica", P("replica", "sp"))])
-def test_axes_with_the_usual_names_need_not_be_named(axis: str, spec: P):
-    q, k, v = arrays()
-    result = ring_attention(q, k, v, mesh=mesh_of(sp=2, **{axis: 2}), axis_name="sp")
-    close(result, ring_attention(q, k, v))
-    assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, spec), 4)
-
-
-@pytest.mark.parametrize("lengths", [(1, 1), (17, 17), (5, 23), (16, 13)])
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 23), (16, 13)])
 def test_lengths_that_do_not_divide_are_padded_and_cut(lengths: tuple[int, int]):
     q, k, v = arrays(lengths[0], kv_length=lengths[1])
     rng = np.random.default_rng(0)
@@ -158,14 +145,12 @@ def test_a_vmapped_call_with_a_mesh_and_its_gradients_are_those_of_each_example(
         calls = [jax.vmap(one), around, inside]
         return jax.tree.leaves([jax.jit(call)(q, k, v) for call in calls])
 
-    for got, wanted in zip(of(mesh=mesh_of(sp=4), axis_name="sp"), of(), strict=True):
+    for got, wanted in zip(of(mesh=mesh_of(sp=2), axis_name="sp"), of(), strict=True):
         # Queries and keys of the third example are three times as large, and so are its gradients.
         np.testing.assert_allclose(got, wanted, atol=2e-5 * max(1.0, float(jnp.abs(wanted).max())))
 
 
 WITHOUT_A_RING: list[tuple[dict[str, int], dict[str, Any]]] = [
-    (dict(dp=2), {}),
-    (dict(data=2, model=2), {}),
     (dict(rows=2), dict(batch_axis_name="rows")),
     (dict(dp=2, tp=2), dict(dropout_prob=0.5, dropout_seed=1)),
 ]

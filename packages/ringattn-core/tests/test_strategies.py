@@ -67,7 +67,6 @@ def agrees(case: Case, placement: Placement, outer: int | None = None, mesh: Mes
     ("case", "placement"),
     [
         (BROADCAST, Placement(2, strategy="all_gather")),
-        (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="all_gather")),
         (MASKS, Placement(4, "zigzag", check_vma=False, strategy="all_gather")),
         (SCORES, Placement(8, "striped", strategy="all_gather")),
         (SCORES, Placement(2, "striped", data=2, heads=2, strategy="ulysses")),
@@ -86,11 +85,9 @@ def test_the_output_and_all_gradients_are_those_of_the_oracle(case: Case, placem
     ("kind", "case", "placement"),
     [
         (AxisType.Auto, ROWS, Placement(4, "zigzag", strategy="ulysses")),
-        (AxisType.Explicit, ROWS, Placement(2, strategy="ulysses")),
-        (AxisType.Auto, HALF_ROWS, Placement(2, "striped", strategy="ulysses")),
         (AxisType.Explicit, HALF_ROWS, Placement(2, data=2, strategy="ulysses")),
         (AxisType.Auto, HEAD_ROWS, Placement(2, "striped", data=2, strategy="ulysses")),
-        (AxisType.Explicit, HEAD_ROWS, Placement(4, "zigzag", data=2, strategy="ulysses")),
+        (AxisType.Explicit, HEAD_ROWS, Placement(4, "zigzag", strategy="ulysses")),
     ],
     ids=str,
 )
@@ -113,8 +110,7 @@ def test_gradients_are_right_where_a_gpu_packs_keys_and_values(strategy: str, mo
     ("case", "placement"),
     [
         (MASKS, Placement(4, "striped", strategy="ulysses")),
-        (BROADCAST, Placement(4, "zigzag", check_vma=False, strategy="ulysses")),
-        (SCORES, Placement(8, "striped", check_vma=False, strategy="ulysses")),
+        (SCORES, Placement(8, "zigzag", check_vma=False, strategy="ulysses")),
         (BROADCAST, Placement(4, "zigzag", strategy="all_gather")),
     ],
     ids=str,
@@ -123,16 +119,8 @@ def test_over_two_axes_ulysses_goes_over_the_inner_and_the_ring_over_the_outer(c
     agrees(case, placement, outer=2)
 
 
-@pytest.mark.parametrize(
-    ("case", "placement", "outer"),
-    [
-        (SCORES, Placement(4, "zigzag"), 2),
-        (BROADCAST, Placement(8, check_vma=False), 4),
-    ],
-    ids=str,
-)
-def test_over_two_axes_a_ring_has_two_levels(case: Case, placement: Placement, outer: int):
-    agrees(case, placement, outer)
+def test_over_two_axes_a_ring_has_two_levels():
+    agrees(SCORES, Placement(4, "zigzag"), outer=2)
 
 
 def collectives(loss: Any, *operands: Any) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from ringattn_core.errors import TuningError
 from ringattn_core.tuning import Problem, choice
 from ringattn_core.tuning.problem import machine
 from ringattn_tools import search
+from ringattn_xla.block import KERNEL as XLA
 
 SIZES = (8, 16, 32, 64)
 DEFAULT = RingAttentionConfig(FwdParams(8), BwdParams(8))
@@ -224,33 +225,6 @@ class TestWhereItRuns:
         assert not [t for t in threading.enumerate() if t.name.startswith("ringattn-tuning")]
 
 
-def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
-    monkeypatch.setattr(search, "ROUNDS", 1)
-    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
-    kernel, x = SimpleKernel(), jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
-    backend = Backend("real", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
-    with discovery.registered(backend, kernel), jax.checking_leaks():
-        got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(x)
-    assert {rule.fwd_params.q_blocksize for rule in kernel.rules} == {None, 2, 4}
-    np.testing.assert_allclose(got, jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=2e-5)
-
-
-def test_a_call_that_tunes_leaves_traced_programs_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
-    monkeypatch.setattr(search, "ROUNDS", 1)
-    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
-    kernel, x = SimpleKernel(), jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
-    backend = Backend("real", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
-    with discovery.registered(backend, kernel):
-        before = choice.state("real")
-        ring_attention(x, x, x, causal=True, backend="real", mesh=mesh, axis_name="sp")
-        assert kernel.rules and choice.state("real") == before
-
-
 class SimpleKernel:
     """The kernel of `xla` with two candidates."""
 
@@ -258,15 +232,39 @@ class SimpleKernel:
         self.rules: list[Any] = []
 
     def forward(self, block: Any, partial: Any) -> Any:
-        from ringattn_xla.block import KERNEL
-
         self.rules.append(block.rule)
-        return KERNEL.forward(block, partial)
+        return XLA.forward(block, partial)
 
     def backward(self, block: Any, *arrays: Any) -> Any:
-        from ringattn_xla.block import KERNEL
-
-        return KERNEL.backward(block, *arrays)
+        return XLA.backward(block, *arrays)
 
     def candidate_configs(self, problem: Any) -> list[RingAttentionConfig]:
         return [RingAttentionConfig(FwdParams(size)) for size in (2, 4)]
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleKernel]:
+    """The kernel of the backend "real", which calls tune, and quickly."""
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
+    monkeypatch.setattr(search, "ROUNDS", 1)
+    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
+    kernel = SimpleKernel()
+    with discovery.registered(Backend("real", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL"), kernel):
+        yield kernel
+
+
+X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+
+
+def test_tuning_for_real_under_jit_gives_the_right_numbers(real: SimpleKernel) -> None:
+    with jax.checking_leaks():
+        got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(X)
+    assert {rule.fwd_params.q_blocksize for rule in real.rules} == {None, 2, 4}
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(X, X, X, is_causal=True), atol=2e-5)
+
+
+def test_a_call_that_tunes_leaves_traced_programs_valid(real: SimpleKernel) -> None:
+    mesh, before = jax.sharding.Mesh(jax.devices()[:1], ("sp",)), choice.state("real")
+    ring_attention(X, X, X, causal=True, backend="real", mesh=mesh, axis_name="sp")
+    assert real.rules and choice.state("real") == before

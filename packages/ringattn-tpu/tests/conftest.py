@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setup of the tests of the TPU backend: kernels are interpreted, no rank is promoted, and slow results are shared."""
+"""Setup of the tests of the TPU backend: kernels are interpreted, and slow results are shared."""
 
 import fcntl
 import json
@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 os.environ["RINGATTN_TPU_INTERPRET"] = "1"
-jax.config.update("jax_numpy_rank_promotion", "raise")
 sys.path.insert(0, str(Path(__file__).parent))
 
 

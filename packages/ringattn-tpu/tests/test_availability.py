@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend says in a sentence why it cannot run, and is no default where it is slow."""
 
-import subprocess
-import sys
 import types
 
 import pytest
@@ -52,8 +50,5 @@ def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
     assert discovery.get("tpu").why_unavailable() is None
 
 
-def test_the_descriptor_is_registered_and_imports_no_kernel():
+def test_the_descriptor_is_registered():
     assert discovery.get("tpu").descriptor() == BACKEND
-    code = "import sys, ringattn_tpu.plugin; print([name for name in sys.modules if 'pallas' in name])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -71,9 +71,7 @@ def test_on_a_plane_of_64_the_naive_order_is_synchronous_and_that_of_ring_mesh_i
     assert synchronous == 0 and started > 0
 
 
-@pytest.mark.parametrize(
-    "topology, ranks", [("v5e:4x8", 32), ("v5e:8x8", 8), ("v5e:8x8", 16), ("v6e:8x8", 16), ("v5p:4x4x4", 64)]
-)
+@pytest.mark.parametrize("topology, ranks", [("v5e:4x8", 32), ("v6e:8x8", 16), ("v5p:4x4x4", 64)])
 def test_no_ring_of_a_mesh_is_synchronous(topology: str, ranks: int):
     everything = devices(topology)
     mesh = ring_mesh(everything, axis_sizes={"data": len(everything) // ranks, "sp": ranks})

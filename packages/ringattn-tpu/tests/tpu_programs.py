@@ -26,20 +26,12 @@ CHIPS: Final = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "t
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def ring(
-    devices: Sequence[Any],
-    length: int,
-    heads: int,
-    kv_heads: int | None = None,
-    dim: int = 128,
-    backward: bool = False,
-    **options: Any,
-) -> Program:
+def ring(devices: Sequence[Any], length: int, heads: int, backward: bool = False) -> Program:
     """A causal ring over all devices, each with `length` tokens in bfloat16; with `backward` also its gradients."""
     mesh = ring_mesh(devices)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return ringattn_tpu.ring_attention(q, k, v, axis_name="sp", **{"causal": True, **options})
+        return ringattn_tpu.ring_attention(q, k, v, axis_name="sp", causal=True)
 
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
 
@@ -47,20 +39,22 @@ def ring(
         out, pullback = jax.vjp(sharded, q, k, v)
         return out, pullback(dout)
 
-    def tokens(count: int) -> jax.ShapeDtypeStruct:
-        shape = (1, length * mesh.size, count, dim)
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "sp")))
-
-    inputs = (tokens(heads), *[tokens(kv_heads or heads)] * 2)
-    return (gradients, (*inputs, tokens(heads))) if backward else (sharded, inputs)
+    tokens = _tokens(mesh, length, heads)
+    return (gradients, (tokens,) * 4) if backward else (sharded, (tokens,) * 3)
 
 
-def block(devices: Sequence[Any], length: int, heads: int, dim: int = 128, fresh: bool = False) -> Program:
-    """A causal block in bfloat16 on one device, forward and backward. `fresh` says that nothing came before it."""
-    return _both(_block(devices[0], (1, length, heads, dim), Rule(softmax_scale=dim**-0.5, causal=True)), fresh)
+def _tokens(mesh: Mesh, length: int, heads: int) -> jax.ShapeDtypeStruct:
+    """Heads of 128 in bfloat16, for so many tokens of each device."""
+    shape = (1, length * mesh.size, heads, 128)
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "sp")))
 
 
-def serial(devices: Sequence[Any], length: int, heads: int, dim: int = 128) -> Program:
+def block(devices: Sequence[Any], length: int, heads: int) -> Program:
+    """A causal block in bfloat16 on one device, forward and backward."""
+    return _both(_block(devices[0], (1, length, heads, 128), Rule(softmax_scale=128**-0.5, causal=True)))
+
+
+def serial(devices: Sequence[Any], length: int, heads: int) -> Program:
     """What a ring must not be: the kernel of a hop waits for the keys that the hop brings."""
     mesh = ring_mesh(devices)
 
@@ -69,9 +63,7 @@ def serial(devices: Sequence[Any], length: int, heads: int, dim: int = 128) -> P
         return ringattn_tpu.ring_attention(q, kv, kv, axis_name=())
 
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
-    shape = (1, length * mesh.size, heads, dim)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "sp")))
-    return sharded, (tokens, tokens)
+    return sharded, (_tokens(mesh, length, heads),) * 2
 
 
 def everything(
@@ -150,7 +142,7 @@ def _block(
     )
 
 
-def _both(block: Block, fresh: bool = False) -> Program:
+def _both(block: Block) -> Program:
     put = _on(next(iter(block.q.sharding.device_set)))
     batch, length, heads, dim = block.q.shape
     out, lse = (
@@ -160,7 +152,6 @@ def _both(block: Block, fresh: bool = False) -> Program:
     dout, dq = put(*out.shape, dtype=block.q.dtype), put(batch, length, heads, dim, dtype=jnp.float32)
 
     def both(block: Block, partial: Partial, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
-        forward = KERNEL.forward(block, None if fresh else partial)
-        return forward, KERNEL.backward(block, dout, lse, delta, None if fresh else dq)
+        return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
 
     return both, (block, Partial(out, lse), dout, lse, lse, dq)

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import random_blocks
 from jax.extend.core import Literal
@@ -29,6 +30,10 @@ def mask_in_tiles(length: int, tile: int) -> np.ndarray:
 
 def bias(*shape: int) -> np.ndarray:
     return np.random.default_rng(4).normal(size=shape).astype(np.float32)
+
+
+def half_bias(*shape: int) -> np.ndarray:
+    return bias(*shape).astype(jnp.bfloat16)
 
 
 def forbidding(*shape: int) -> np.ndarray:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
+from given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block
 from ringattn_core.config import FwdParams
-from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.protocol import Partial
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.masks import Local
 from ringattn_triton import block_kernel
@@ -34,54 +34,25 @@ def shape(*sizes, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def block(dtype, head_dim, length=LENGTH, rule=None, **extra):
-    """A block of zeros that nobody computes."""
-    fields = {"q_segments": None, "kv_segments": None, "bias": None, "mask": None, "slopes": None, "seed": None}
-    return Block(
-        q=shape(1, length, HEADS, head_dim, dtype=dtype),
-        kv=shape(2, 1, length, HEADS // 2, head_dim, dtype=dtype),
-        q_positions=shape(1, length),
-        kv_positions=shape(1, length),
-        q_index=shape(1, length),
-        kv_index=shape(1, length),
-        batch_index=shape(1),
-        head_index=shape(HEADS),
-        rule=rule or Rule(softmax_scale=head_dim**-0.5, causal=True),
-        **(fields | extra),
-    )
+def block(dtype, head_dim, length=LENGTH, **fields):
+    """A block of one batch row whose query heads share key heads by twos."""
+    given = {"heads": HEADS, "kv_heads": HEADS // 2, "dim": head_dim, "dtype": dtype}
+    return make_block(1, length, length, **(given | fields))
 
 
 def alone(block):
     """The block as a ring of one has it: K and V where they are, and final results."""
-    one = shape(*block.kv.shape[1:], dtype=block.kv.dtype)
-    return dataclasses.replace(block, kv=(one, one), final=True)
+    return dataclasses.replace(block, kv=(block.k, block.v), final=True)
 
 
 def everything(dtype, head_dim):
     """A block of a ragged length whose scores depend on all that they can depend on."""
     length = LENGTH - 24
-    rule = Rule(
-        softmax_scale=head_dim**-0.5,
-        causal=True,
-        sliding_window=(300, 20),
-        logits_soft_cap=30.0,
-        dropout_prob=0.1,
-        masks=(Local(100, 100),),
-        mask_of_head=(0,) * HEADS,
-        increasing=False,
-    )
-    return block(
-        dtype,
-        head_dim,
-        length,
-        rule,
-        q_segments=shape(1, length),
-        kv_segments=shape(1, length),
-        bias=shape(1, HEADS, length, length, dtype=dtype),
-        mask=shape(1, 1, length, length, dtype=jnp.bool_),
-        slopes=shape(1, HEADS, dtype=jnp.float32),
-        seed=shape(1, dtype=jnp.uint32),
-    )
+    rule = {"causal": True, "sliding_window": (300, 20), "logits_soft_cap": 30.0, "increasing": False}
+    rule |= {"masks": (Local(100, 100),), "mask_of_head": (0,) * HEADS, "dropout_prob": 0.1, "seed": SEEDS[:1]}
+    segments = dict.fromkeys(("q_segments", "kv_segments"), ids(1, length))
+    scores = {"bias": half_bias(1, HEADS, length, length), "slopes": SLOPES, "mask": dense_mask(1, 1, length, length)}
+    return block(dtype, head_dim, length, **rule, **segments, **scores)
 
 
 def traced(block):
@@ -124,7 +95,7 @@ def runs(report, target):
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))
 @pytest.mark.parametrize(("dtype", "head_dim"), CASES)
 def test_every_kernel_fits_its_target_spills_little_and_uses_the_matrix_units(dtype, head_dim, target, monkeypatch):
-    found = reports(alone(block(dtype, head_dim)), target, monkeypatch)
+    found = reports(alone(block(dtype, head_dim, causal=True)), target, monkeypatch)
     special = {HOPPER, TABLE} | BACKWARD
     expected = special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS
     assert {report.name for report in found} == expected
@@ -154,70 +125,41 @@ def for_hopper(block, fresh, monkeypatch):
     return report
 
 
-PLAIN, CAUSAL, RAGGED = (
-    (LENGTH, {}, True),
-    (LENGTH, {"causal": True}, False),
-    (LENGTH - 24, {"causal": True, "sliding_window": (300, 0)}, False),
-)
+RAGGED = {"length": LENGTH - 24, "causal": True, "sliding_window": (300, 0)}
+DROPPED, SLOPED = ({"causal": True, "dropout_prob": 0.1, "seed": SEEDS[:1]}, {"causal": True, "slopes": SLOPES})
+CAPPED = {"logits_soft_cap": 30.0}
+OF_HOPPER = [
+    # What the kernel has beside masks, the size of heads, the block, and whether it continues no partial result.
+    ("", 128, {}, True),
+    ("", 128, {"causal": True}, False),
+    # A kernel with masks has the loop of a kernel without masks, and one more.
+    *(("", dim, RAGGED, False) for dim in (64, 128, 192, 256)),
+    (" with a soft cap", 128, RAGGED | CAPPED, False),
+    (" with a bias", 128, {"causal": True, "bias": half_bias(1, 1, LENGTH, LENGTH)}, True),
+    (" with a bias", 128, {"length": LENGTH - 24, "causal": True, "bias": half_bias(1, 1, *[LENGTH - 24] * 2)}, False),
+    *((" with dropout", dim, DROPPED, True) for dim in (128, 192, 256)),
+    *((" with slopes", dim, SLOPED, True) for dim in (64, 128, 192, 256)),
+    (" with slopes and a soft cap", 128, SLOPED | CAPPED, True),
+]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "soft_cap", "length", "fields", "fresh"),
-    [
-        *((128, None, *kind) for kind in (PLAIN, CAUSAL, RAGGED)),
-        # A kernel with masks has the loop of a kernel without masks, and one more.
-        *((*heads, *RAGGED) for heads in ((64, None), (128, 30.0), (192, None), (256, None))),
-    ],
-)
-def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
-    rule = Rule(softmax_scale=head_dim**-0.5, logits_soft_cap=soft_cap, **fields)
-    report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)
-    bound, reason = allowed("bfloat16", head_dim, HOPPER if soft_cap is None else f"{HOPPER} with a soft cap", 90)
-    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
-
-
-@pytest.mark.parametrize(("length", "fresh"), [(LENGTH, True), (LENGTH - 24, False)])
-def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budget(length, fresh, monkeypatch):
-    bias = shape(1, 1, length, length, dtype=jnp.bfloat16)
-    report = for_hopper(block(jnp.bfloat16, 128, length, bias=bias), fresh, monkeypatch)
-    bound, reason = allowed("bfloat16", 128, f"{HOPPER} with a bias", 90)
-    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
-
-
-@pytest.mark.parametrize(
-    ("option", "head_dim", "soft_cap"),
-    [
-        *(("dropout", *heads) for heads in ((128, None), (192, None), (256, None))),
-        *(("slopes", *heads) for heads in ((64, None), (128, None), (128, 30.0), (192, None), (256, None))),
-    ],
-)
-def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, monkeypatch):
-    dropout = 0.1 if option == "dropout" else 0.0
-    rule = Rule(softmax_scale=head_dim**-0.5, causal=True, logits_soft_cap=soft_cap, dropout_prob=dropout)
-    given = {"seed": shape(1, dtype=jnp.uint32)} if dropout else {"slopes": shape(1, HEADS, dtype=jnp.float32)}
-    report = for_hopper(block(jnp.bfloat16, head_dim, rule=rule, **given), True, monkeypatch)
-    kernel = f"{HOPPER} with {option}{' and a soft cap' if soft_cap else ''}"
-    bound, reason = allowed("bfloat16", head_dim, kernel, 90)
+@pytest.mark.parametrize(("beside", "head_dim", "fields", "fresh"), OF_HOPPER)
+def test_the_kernel_for_hopper_spills_no_more_than_its_budget(beside, head_dim, fields, fresh, monkeypatch):
+    report = for_hopper(block(jnp.bfloat16, head_dim, **fields), fresh, monkeypatch)
+    bound, reason = allowed("bfloat16", head_dim, f"{HOPPER}{beside}", 90)
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatch):
-    rule = Rule(
-        softmax_scale=0.1,
-        causal=True,
-        chunk_size=300,
-        logits_soft_cap=soft_cap,
-        masks=(Local(100, 100), Local(100, 50)),
-        mask_of_head=(0, 1) * (HEADS // 2),
-        increasing=False,
-    )
     length = LENGTH - 24
-    ids = dict.fromkeys(("q_segments", "kv_segments"), shape(1, length))
-    more = {"mask": shape(1, HEADS, length, length, dtype=jnp.bool_), "padded": True}
+    given = {"causal": True, "chunk_size": 300, "logits_soft_cap": soft_cap, "increasing": False, "padded": True}
+    given |= {"masks": (Local(100, 100), Local(100, 50)), "mask_of_head": (0, 1) * (HEADS // 2)}
+    given |= dict.fromkeys(("q_segments", "kv_segments"), ids(1, length))
+    given |= {"mask": dense_mask(1, HEADS, length, length)}
     if soft_cap is None:
-        more["bias"] = shape(1, HEADS, length, length, dtype=jnp.float16)
-    report = for_hopper(block(jnp.float16, 128, length, rule, **more, **ids), True, monkeypatch)
+        given["bias"] = bias(1, HEADS, length, length).astype(jnp.float16)
+    report = for_hopper(block(jnp.float16, 128, length, **given), True, monkeypatch)
     assert report.spilled <= 1536, report
 
 
@@ -234,9 +176,8 @@ def test_two_programs_for_the_gradients_of_documents_fit_on_hopper_and_keep_prod
     kv_heads, most, monkeypatch
 ):
     """Where heads share keys the kernel of dk and dv spills something around its loops over tiles, not in them."""
-    ids = shape(1, LENGTH)
-    documents = block(jnp.bfloat16, 128, q_segments=ids, kv_segments=ids)
-    documents = dataclasses.replace(documents, kv=shape(2, 1, LENGTH, kv_heads, 128, dtype=jnp.bfloat16))
+    of_tokens = dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH))
+    documents = block(jnp.bfloat16, 128, kv_heads=kv_heads, causal=True, **of_tokens)
     held = [report for report in reports(alone(documents), 90, monkeypatch) if report.name in BACKWARD]
     assert len(held) == 2
     for report in held:
@@ -263,9 +204,9 @@ def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, targ
 def test_a_budget_that_is_broken_is_seen():
     """A tile far too large for its warps spills, and the report says so."""
     params = FwdParams(q_blocksize=128, kv_blocksize=128, num_warps=4)
-    rule = Rule(softmax_scale=0.1, causal=True, fwd_params=params)
+    given = block(jnp.bfloat16, 128, causal=True, fwd_params=params)
     with compiling_for(90):
-        found = of_lowered(traced(block(jnp.bfloat16, 128, rule=rule)).lower(lowering_platforms=("cuda",)))
+        found = of_lowered(traced(given).lower(lowering_platforms=("cuda",)))
     (forward,) = [report for report in found if report.name == "ringattn_forward"]
     assert forward.spilled > 0 and forward.warps == 4, forward
 
@@ -274,6 +215,6 @@ if __name__ == "__main__":  # what the budgets are written from
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
             for device in (*CUDA, *ROCM):
-                for line in reports(block(*case), device, patch):
+                for line in reports(block(*case, causal=True), device, patch):
                     print(case[0].__name__, case[1], line, flush=True)
                 patch.undo()

@@ -19,11 +19,14 @@ SEEDS: dict[str, Any] = {
     "seed": np.array([7, 2**31 + 5], np.uint32),
     "head_index": np.array([3, 2**30], np.int32),
 }
+PLACES = pytest.mark.parametrize(
+    ("indices", "first"),
+    [*((indices, QUERIES_FROM[0]) for indices in KEY_INDICES), ("from a multiple of 16", QUERIES_FROM[1])],
+)
 WEIGHT = 1 / (1 - threshold(0.4) / LEVELS)
 
 
-@pytest.mark.parametrize("first", QUERIES_FROM)
-@pytest.mark.parametrize("indices", KEY_INDICES)
+@PLACES
 def test_the_output_keeps_what_core_keeps(indices: str, first: int) -> None:
     """Equal scores and the unit matrix for values: the output is the draws."""
     kv_length = 40
@@ -37,8 +40,7 @@ def test_the_output_keeps_what_core_keeps(indices: str, first: int) -> None:
     near("out", got, np.where(kept(block), WEIGHT / kv_length, 0), 1e-6)
 
 
-@pytest.mark.parametrize("first", QUERIES_FROM)
-@pytest.mark.parametrize("indices", KEY_INDICES)
+@PLACES
 def test_every_gradient_keeps_what_core_keeps(indices: str, first: int) -> None:
     """Equal scores, and unit matrices for keys and cotangents: dq, dv and the gradient of the bias are the draws."""
     block = make_block(

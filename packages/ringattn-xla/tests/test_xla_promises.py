@@ -2,8 +2,6 @@
 """Promises beyond numbers: what is skipped, what stays finite, what it costs, and where it runs."""
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -140,10 +138,7 @@ def test_float32_products_are_exact_unless_the_call_asks_for_less(asked: str | N
         assert program.count(f"precision=(Precision.{expected}, Precision.{expected})") == products
 
 
-def test_the_descriptor_is_inert_and_declares_everything() -> None:
-    code = "import sys, ringattn_xla.plugin; print([n for n in sys.modules if n.startswith('ringattn_xla.')])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert loaded == "['ringattn_xla.plugin']"
+def test_the_descriptor_declares_everything() -> None:
     assert all(BACKEND.supports(feature) for feature in Feature)
     assert BACKEND.kernel == "ringattn_xla.block:KERNEL" and isinstance(KERNEL, BlockKernel)
 

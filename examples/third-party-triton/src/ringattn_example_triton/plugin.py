@@ -4,7 +4,8 @@
 from ringattn_core import Backend
 from ringattn_core import Feature as F
 
-CAN = (F.GRADIENTS, F.FLOAT16, F.BFLOAT16, F.CAUSAL, F.GROUPED_HEADS, F.UNEQUAL_VALUE_DIM, F.SINKS, F.ZIGZAG, F.STRIPED)
+CAN = (F.GRADIENTS, F.FLOAT16, F.BFLOAT16, F.CAUSAL, F.GROUPED_HEADS, F.UNEQUAL_VALUE_DIM, F.SINKS, F.RETURN_LSE)
+CAN += (F.ZIGZAG, F.STRIPED)
 
 BACKEND = Backend(
     name="example-triton",

@@ -10,7 +10,7 @@ from .masks import with_masks
 from .options import refuse
 
 HINTS: Final = ("deterministic", "dropout_rng", "prevent_cse", "policy", "cache_metadata")
-"""Arguments that EasyDeL passes to every operation; without dropout or a cache they change no result: ignored."""
+"""Arguments that EasyDeL passes to every operation. Ignored: without dropout or a cache they change no result."""
 
 
 def forward_native(

@@ -27,7 +27,7 @@ class Ring(NamedTuple):
     rank: jax.Array | int | None
 
     def whole(self, length: int) -> int:
-        """The length of the whole sequence, from `length`, that of an array in the call."""
+        """The length of the whole sequence, if an array in the call has `length` tokens."""
         return length if self.rank is None else length * self.ranks
 
     def shard(self, x: Bool[Array, "b S_global"], layout: str) -> Bool[Array, "b S"]:

@@ -10,7 +10,7 @@ import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
 from ringattn_core.call.cache import bytes_to_send
-from ringattn_core.call.options import head_size
+from ringattn_core.call.options import head_sizes
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
 from ringattn_core.strategies import run
@@ -119,8 +119,8 @@ def analyse(
     Raises the errors that the call would raise, except where no backend can run it: `refusal` then gives the reason.
     """
     local = shard(call)
-    size_of_heads = head_size(local.call)
-    chosen, refusal = _choice(backend, local.needs, platform, size_of_heads)
+    heads = head_sizes(local.call)
+    chosen, refusal = _choice(backend, local.needs, platform, heads)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
     hops, size = local.hops, tile_size(local, tile)
     work = Work.of_call(local.call, hops, np.zeros((call.ring, call.ring)))
@@ -130,7 +130,7 @@ def analyse(
         call=call,
         platform=platform,
         needs=tuple(feature.name for feature in Feature if feature in local.needs),
-        backends=[_answer(chosen, *answer) for answer in selection.candidates(local.needs, platform, size_of_heads)],
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(local.needs, platform, heads)],
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
         own_ring=own_ring,
@@ -151,11 +151,11 @@ def analyse(
 
 
 def _choice(
-    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, size_of_heads: int
+    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, heads: selection.Heads
 ) -> tuple[Registration | None, str | None]:
     """The backend that runs the call, or `None` and the reason. Raises for a name that is not registered."""
     try:
-        return selection.select(backend, needs, platform, size_of_heads), None
+        return selection.select(backend, needs, platform, heads), None
     except RingAttnError as error:
         if isinstance(error, BackendNotFoundError) and error.name is not None:
             raise

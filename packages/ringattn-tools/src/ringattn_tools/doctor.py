@@ -41,6 +41,7 @@ class BackendStatus:
     implementation: str | None
     probe: str | None
     largest_head: int | None
+    head_multiple: int | None
     reason: str | None
     broken: bool
     features: dict[str, str]
@@ -101,6 +102,7 @@ def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
         implementation=(descriptor.kernel or descriptor.ring) if descriptor else None,
         probe=descriptor.probe if descriptor else None,
         largest_head=descriptor.largest_head if descriptor else None,
+        head_multiple=descriptor.head_multiple if descriptor else None,
         reason=registration.why_unavailable() if broken is None else str(broken),
         broken=broken is not None,
         features=features,

@@ -20,7 +20,10 @@ Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 
 
 def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
-    """The scores, -inf where a key is masked out, and the scaled and capped products, without bias and slopes."""
+    """The scores, -inf where a key is masked out, and the scaled and capped products, without bias and slopes.
+
+    Both are `[b k r s]`, or `[b k s r]` if `by_keys`.
+    """
     rule = tile.rule
     s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.softmax_scale
     if rule.logits_soft_cap is not None:
@@ -38,7 +41,7 @@ def terms(block: Block) -> Arrays:
 
 
 def term_gradients(ds: Scores, tile: Block, by_keys: bool) -> Arrays:
-    """The gradients of the arrays in `terms(tile)`, by name, from the gradients `ds` of the scores."""
+    """The gradients of the arrays in `terms(tile)`, by name, from `ds`, which is `[b k s r]` if `by_keys`."""
     return jax.vjp(lambda terms: _with_terms(ds, terms, tile, by_keys), terms(tile))[1](ds)[0]
 
 
@@ -88,7 +91,7 @@ def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, 
 
 
 def like_scores(x: Any, s: Scores, tile: Block, by_keys: bool) -> Any:
-    """Broadcasts `x [b n t s]`, whose axes may be 1, to the shape and the axis order of the scores `s`."""
+    """Broadcasts `x [b n t s]`, whose axes may be 1, to the shape of the scores `s`: `[b k s r]` if `by_keys`."""
     batch, key_heads = s.shape[:2]
     heads, length, keys = tile.q.shape[2], tile.q_length, tile.kv_length
     group = tile.group if x.shape[1] == heads else 1

@@ -9,7 +9,7 @@ from ringattn_core.tuning import Problem
 from .tiling import cut, longest
 
 _ROWS: Final = (64, 128, 256, 512, 1024)
-"""The rows of a tile in a matrix product: its queries times the heads of a group."""
+"""Candidate numbers of rows of a tile in a matrix product: its queries times the heads of a group."""
 _SHORTEST: Final = 16
 _KV_TILES: Final = (128, 256, 512)
 _MOST_SCORES: Final = 2**18

@@ -223,7 +223,10 @@ def _of_entries(name: str, entries: list[Any]) -> Registration:
 def _registration(
     name: str, distribution: str, version: str, load: Callable[[], Any], given: Any = None
 ) -> Registration:
-    """A registration with the descriptor that `load` returns, or with the error if that is no usable descriptor."""
+    """A registration with the descriptor that `load` returns, or with the error if that is no usable descriptor.
+
+    `given` is the backend's implementation, if it was registered in this process (`Registration.given`).
+    """
 
     def usable() -> Backend:
         backend = load()

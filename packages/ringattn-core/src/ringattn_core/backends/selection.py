@@ -29,6 +29,9 @@ BACKEND_VARIABLE: Final = "RINGATTN_BACKEND"
 VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
 """The environment variables that core reads. A backend declares its own in `Backend.variables`."""
 
+Heads = tuple[int, ...]
+"""The sizes of a call's query heads and of its value heads; empty if they do not matter."""
+
 _logger: Final = logging.getLogger("ringattn")
 _log_once: Final = functools.cache(_logger.log)
 _context: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("ringattn_backend", default=())
@@ -36,11 +39,9 @@ discovery.on_clear.append(_log_once.cache_clear)
 
 
 def select(
-    backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str, head_size: int = 0
+    backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str, heads: Heads = ()
 ) -> Registration:
     """The backend for a call that needs `required` on devices of `platform`, with its implementation imported.
-
-    `head_size` is the size of the call's largest query or value head.
 
     One name allows no fallback. A sequence of names is tried in order; an unknown name in it raises if it resembles a
     known name, and else is passed over.
@@ -50,19 +51,19 @@ def select(
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
     if backend is not None:
-        return _among(_names(backend, "backend"), required, platform, head_size)
+        return _among(_names(backend, "backend"), required, platform, heads)
     variable = tuple(filter(None, map(str.strip, os.environ.get(BACKEND_VARIABLE, "").split(","))))
     for source, names in (("use_backend", _context.get()), (BACKEND_VARIABLE, variable)):
         if names:
             try:
-                return _among(names, required, platform, head_size)
+                return _among(names, required, platform, heads)
             except RingAttnError as error:
                 error.add_note(f"The backend was named by {source}.")
                 raise
     ranked = _ranked()
     if not ranked:
         raise BackendNotFoundError(None, ())
-    return _first(ranked, required, platform, head_size)
+    return _first(ranked, required, platform, heads)
 
 
 @contextlib.contextmanager
@@ -84,14 +85,12 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
         _context.reset(token)
 
 
-def candidates(
-    required: frozenset[Feature], platform: str, head_size: int = 0
-) -> list[tuple[Registration, str | None]]:
+def candidates(required: frozenset[Feature], platform: str, heads: Heads = ()) -> list[tuple[Registration, str | None]]:
     """Every registered backend with the reason why it cannot run this call, or `None` if it can.
 
     Backends that failed to load come first. The others follow in the order in which a call tries them.
     """
-    return [(registration, _why_not(registration, required, platform, head_size)) for registration in _ranked()]
+    return [(registration, _why_not(registration, required, platform, heads)) for registration in _ranked()]
 
 
 def _registered(names: tuple[str, ...]) -> list[Registration]:
@@ -106,11 +105,11 @@ def _registered(names: tuple[str, ...]) -> list[Registration]:
     return found
 
 
-def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, head_size: int) -> Registration:
+def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, heads: Heads) -> Registration:
     """The only named backend, or the first of several named backends that can run the call; raises if none can."""
     registrations = _registered(names)
     if len(registrations) > 1:
-        return _first(registrations, required, platform, head_size, named=True)
+        return _first(registrations, required, platform, heads, named=True)
     (registration,) = registrations
     broken = registration.why_broken()
     if broken is not None:
@@ -118,16 +117,16 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, 
     reason = registration.why_unavailable()
     if reason is not None:
         raise BackendUnavailableError(registration.name, reason)
-    if _missing(registration.descriptor(), required, head_size):
-        raise refusal(registration, required, head_size)
+    if _missing(registration.descriptor(), required, heads):
+        raise refusal(registration, required, heads)
     registration.implementation()
     return registration
 
 
-def refusal(registration: Registration, required: frozenset[Feature], head_size: int = 0) -> UnsupportedFeatureError:
+def refusal(registration: Registration, required: frozenset[Feature], heads: Heads = ()) -> UnsupportedFeatureError:
     """The error for a backend that lacks something that a call needs; lists other backends that can run the call."""
-    what, why = map(", ".join, zip(*_missing(registration.descriptor(), required, head_size), strict=True))
-    able = [r.name for r in _ranked() if r is not registration and _why_not(r, required, None, head_size) is None]
+    what, why = map(", ".join, zip(*_missing(registration.descriptor(), required, heads), strict=True))
+    able = [r.name for r in _ranked() if r is not registration and _why_not(r, required, None, heads) is None]
     return UnsupportedFeatureError(registration.name, what, why, able, tuple(discovery.registrations()))
 
 
@@ -135,13 +134,13 @@ def _first(
     registrations: list[Registration],
     required: frozenset[Feature],
     platform: str,
-    head_size: int,
+    heads: Heads,
     named: bool = False,
 ) -> Registration:
     """The first registration that can run the call, on any platform if `named`; logs why earlier ones cannot."""
     reasons = {}
     for registration in registrations:
-        reason = _why_not(registration, required, None if named else platform, head_size)
+        reason = _why_not(registration, required, None if named else platform, heads)
         if reason is None:
             return registration
         reasons[registration.name] = reason
@@ -151,7 +150,7 @@ def _first(
 
 
 def _why_not(
-    registration: Registration, required: frozenset[Feature], platform: str | None, head_size: int
+    registration: Registration, required: frozenset[Feature], platform: str | None, heads: Heads
 ) -> str | None:
     """Why a backend cannot run a call, or `None` where it can. `platform=None` accepts every platform."""
     backend = registration.backend
@@ -159,7 +158,7 @@ def _why_not(
         return str(registration.error)
     if platform is not None and not serves(backend, platform):
         return f"it serves {', '.join(backend.platforms)}, not {platform}"
-    missing = _missing(backend, required, head_size)
+    missing = _missing(backend, required, heads)
     if missing:
         return "it does not support " + ", ".join(f"{what} ({why})" for what, why in missing)
     broken = registration.why_broken(load=True)
@@ -169,12 +168,11 @@ def _why_not(
     return None if reason is None else f"it cannot run here: {reason}"
 
 
-def _missing(backend: Backend, required: frozenset[Feature], head_size: int) -> list[tuple[str, str]]:
+def _missing(backend: Backend, required: frozenset[Feature], heads: Heads) -> list[tuple[str, str]]:
     """What a call needs and the backend lacks: each feature or head size, with the reason."""
     missing = [(x.name, backend.answer(x)) for x in Feature if x in required and not backend.supports(x)]
-    if backend.largest_head is not None and head_size > backend.largest_head:
-        missing.append((f"heads of size {head_size}", f"the largest is {backend.largest_head}"))
-    return missing
+    misfits = [(size, backend.misfit(size)) for size in dict.fromkeys(heads)]
+    return missing + [(f"heads of size {size}", why) for size, why in misfits if why is not None]
 
 
 def serves(backend: Backend | None, platform: str) -> bool:

@@ -18,7 +18,7 @@ from ..placement.arrays import cleaned
 from ..placement.platforms import platform_of
 from ..strategies.run import run, settled
 from ..tuning.choice import with_parameters
-from .options import head_size, needs
+from .options import head_sizes, needs
 
 
 def _no_forward_rule() -> Exception:
@@ -42,7 +42,7 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
 def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
     """The backend that runs the call: as asked for, or the best for the devices of the mesh or of the arrays."""
     platform = platform_of(mesh, (call.query, call.key, call.value))
-    return select(backend, needs(call), platform, head_size(call))
+    return select(backend, needs(call), platform, head_sizes(call))
 
 
 @reverse_mode_only()
@@ -75,7 +75,7 @@ def _without_gradient(registration: Registration, result: Any) -> Any:
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
     """Calls a backend's ring function.
 
-    `cleaned` and `where` are on the result only to keep cotangents of padding out of that function's backward pass.
+    `cleaned` and `where` serve only to keep cotangents of padding out of that function's backward pass.
     """
     q_ids, result = call.q_segment_ids, kernel(**call.options())
     if not call.return_lse or q_ids is None:

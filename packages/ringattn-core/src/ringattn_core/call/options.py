@@ -90,9 +90,9 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
-def head_size(call: Call) -> int:
-    """The size of the largest query or value head of a call."""
-    return max(call.query.shape[3], call.value.shape[3])
+def head_sizes(call: Call) -> tuple[int, int]:
+    """The size of the query heads of a call, and of its value heads."""
+    return call.query.shape[3], call.value.shape[3]
 
 
 def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:

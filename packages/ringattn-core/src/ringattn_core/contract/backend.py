@@ -28,7 +28,8 @@ class Backend:
     core warns of one that nothing installed declares.
     `half_partials` says that the kernel rounds the results of each block to half precision if the inputs are in half
     precision: for these the conformance suite allows larger errors, and its certificate says so.
-    `largest_head` is the size of the largest query or value head that the kernel takes; `None` is any size.
+    The kernel takes query and value heads up to the size `largest_head` (`None`: of any size), whose size is a multiple
+    of `head_multiple`.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Backend:
     variables: tuple[str, ...] = ()
     half_partials: bool = False
     largest_head: int | None = None
+    head_multiple: int = 1
 
     def __post_init__(self) -> None:
         for field, (example, is_right) in _FIELDS.items():
@@ -56,6 +58,12 @@ class Backend:
 
     def supports(self, feature: Feature) -> bool:
         return feature in self.features
+
+    def misfit(self, head_size: int) -> str | None:
+        """Why the kernel does not take heads of this size; `None` if it does."""
+        if self.largest_head is not None and head_size > self.largest_head:
+            return f"the largest is {self.largest_head}"
+        return f"sizes are multiples of {self.head_multiple}" if head_size % self.head_multiple else None
 
     def answer(self, feature: Feature) -> str:
         """Whether the backend supports the feature, in words, with the reason if it gives one."""
@@ -79,6 +87,10 @@ def _is_path(value: Any) -> bool:
     return value is None or (isinstance(value, str) and re.fullmatch(r"[^\s:]+:[^\s:]+", value) is not None)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 _INTEGER: Final = ("an integer", lambda value: type(value) is int)
 _PATH: Final = ("an import path 'module:attribute'", _is_path)
 _FIELDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
@@ -93,6 +105,7 @@ _FIELDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "reasons": ("a mapping from members of Feature to strings", _are_reasons),
     "variables": ("a tuple of names of environment variables", _are_words),
     "half_partials": ("True or False", lambda value: isinstance(value, bool)),
-    "largest_head": ("a positive integer or None", lambda value: value is None or (type(value) is int and value > 0)),
+    "largest_head": ("a positive integer or None", lambda value: value is None or _is_count(value)),
+    "head_multiple": ("a positive integer", _is_count),
 }
 """For each field, what its value must be, in words, and the check, in the order of the checks."""

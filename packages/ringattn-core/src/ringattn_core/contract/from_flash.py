@@ -3,7 +3,9 @@
 
 import dataclasses
 import functools
-from typing import Final, Protocol, get_args
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,10 @@ FEATURES: Final = frozenset({
     Feature.CROSS_LENGTHS, Feature.UNEQUAL_VALUE_DIM, Feature.SINKS, Feature.ZIGZAG, Feature.STRIPED,
     Feature.FUSED_BACKWARD,
 })  # fmt: skip
-"""All features that a backend with a kernel of `from_flash` may declare, but not CROSS_LENGTHS and CAUSAL both."""
+"""All features that a backend with a kernel of `from_flash` may declare, but not CROSS_LENGTHS and CAUSAL both.
+
+RETURN_LSE comes on top if the backward pass takes `delta`.
+"""
 _OF_OPTIONS: Final = tuple(
     field.name
     for field in dataclasses.fields(Block)
@@ -59,7 +64,8 @@ class FlashBackward(Protocol):
     """A function that returns `dq, dk, dv` in any dtype, from `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
 
     `out` and `lse` are over all keys of the ring, but `k` and `v` are only some of them. So the function must use `out`
-    and `lse` as given, and must not compute them again.
+    and `lse` as given, and must not compute them again. A function with a further keyword parameter `delta` gets
+    `Σ dout * out` minus the cotangent of `lse` there, `[B, N, T]` in float32; then `ds = p * (dp - delta)`.
     """
 
     def __call__(
@@ -76,21 +82,26 @@ class FlashBackward(Protocol):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]: ...
 
 
-def from_flash(forward: FlashForward, backward: FlashBackward) -> BlockKernel:
+def from_flash(forward: FlashForward, backward: FlashBackward | Callable[..., Any]) -> BlockKernel:
     """Makes a block kernel that calls `forward` and `backward` on parts of a block, with a causal mask or with none.
 
-    Equal functions make equal kernels. A backend with such a kernel may declare the `FEATURES` of this module, and not
-    RETURN_LSE: `backward` computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
+    Equal functions make equal kernels. A backend with such a kernel may declare the `FEATURES` of this module. It may
+    also declare RETURN_LSE if `backward` has a parameter `delta`: else `backward` computes `Σ dout * out` itself, and
+    cannot take the cotangent of `lse`.
     """
-    return _FlashKernel(forward, backward)
+    return _FlashKernel(forward, backward, "delta" in inspect.signature(backward).parameters)
 
 
 @dataclasses.dataclass(frozen=True)
 class _FlashKernel:
     flash_forward: FlashForward
-    flash_backward: FlashBackward
+    flash_backward: Callable[..., Any]
+    takes_delta: bool
     static_masks = True
-    features = FEATURES
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return FEATURES | {Feature.RETURN_LSE} if self.takes_delta else FEATURES
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         self._check(block, "forward")
@@ -115,11 +126,13 @@ class _FlashKernel:
         self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
     ) -> Gradients:
         self._check(block, "backward")
-        found = [self._gradients(block, piece, dout, lse) for piece in pieces(block)]
+        found = [self._gradients(block, piece, dout, lse, delta) for piece in pieces(block)]
         sums = [functools.reduce(jnp.add, each) for each in zip(*found, strict=True)]
         return Gradients(sums[0] if dq is None else dq + sums[0], sums[1], sums[2])
 
-    def _gradients(self, block: Block, piece: Piece, dout: jax.Array, lse: jax.Array) -> list[jax.Array]:
+    def _gradients(
+        self, block: Block, piece: Piece, dout: jax.Array, lse: jax.Array, delta: jax.Array
+    ) -> list[jax.Array]:
         """One piece's contribution to `dq`, `dk` and `dv`, float32 in the block's lengths, 0 outside the piece."""
         assert block.out is not None
         q, k, v = _operands(block, piece)
@@ -127,7 +140,10 @@ class _FlashKernel:
         if piece.sees_nothing is not None:
             dout = jnp.where(piece.sees_nothing[..., None, None], 0, dout)
             lse = jnp.where(piece.sees_nothing[:, None], BEYOND_ALL_SCORES, lse)
-        found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.softmax_scale, causal=piece.causal)
+        options: dict[str, Any] = {"scale": block.rule.softmax_scale, "causal": piece.causal}
+        if self.takes_delta:
+            options["delta"] = piece.queries.take(delta, 2)
+        found = self.flash_backward(q, k, v, out, lse, dout, **options)
         parts = (piece.queries, piece.keys, piece.keys)
         return [part.put(x.astype(jnp.float32), 1, 0.0) for part, x in zip(parts, found, strict=True)]
 

@@ -31,8 +31,8 @@ def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x | 0`, where the zero depends on `token` as far as a compiler can see.
 
-    XLA on CPU drops barriers before it schedules. Where XLA compiles the reader of the result, it fuses the `|` into
-    the reader, and nothing is copied; where another kernel reads the result, `x` is copied.
+    XLA on CPU drops optimization barriers before it schedules. Where XLA compiles the reader of the result, it fuses
+    the `|` into the reader, and nothing is copied; where another kernel reads the result, `x` is copied.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
@@ -40,7 +40,7 @@ def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _by_kernel(x: jax.Array, token: jax.Array) -> jax.Array:
-    """`x`, returned in place by a kernel that does nothing and also takes `token`. XLA on TPUs drops barriers too."""
+    """`x`, in place, from a kernel that also takes `token` and does nothing. XLA on TPUs would drop a barrier."""
     (tied,) = _tie().bind(_heads_first(x), _heads_first(token))
     return align(_heads_first(tied), axes_of(x, token))
 

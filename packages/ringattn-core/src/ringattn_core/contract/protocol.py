@@ -22,13 +22,13 @@ class Block:
     Positions, indices and ids are global. An axis written `b`, `n` or `t` is either 1 or the full `B`, `N`, `T`. An
     optional array is `None` if the call does not use its option. Any part of a block is a block too (`tile`).
 
-    Padding, where a segment id is negative, holds finite numbers, and zeros in `dout` and `delta`. A kernel assumes
-    nothing else about values and needs no code for non-finite ones.
+    Padding, where a segment id is negative, holds finite numbers, and zeros in `dout` and `delta`. A kernel may assume
+    nothing else about values, but needs no code for non-finite ones.
 
     Args:
         q: The queries.
-        kv: Keys and values: one packed array, or a pair `(k, v)` if a rank does not pass its own keys on. `k` and `v`
-            read both forms.
+        kv: Keys and values: one packed array, or a pair `(k, v)` if a rank does not pass its own keys on. The
+            properties `k` and `v` read both forms.
         q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
             caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
@@ -218,8 +218,8 @@ class BlockKernel(Protocol):
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
     `backward`. Two attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
-    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `features` are all
-    features that the descriptor of a backend with this kernel may declare.
+    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. A backend
+    with this kernel may declare only features in `features`.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
@@ -239,6 +239,7 @@ class BlockKernel(Protocol):
         `dq` is the sum over the blocks before; `None` means zero. The result's `dq` includes it.
 
         `p` is 0 for a key that is not visible, and for all keys of a query whose `lse` is -inf; else `exp(s - lse)`.
-        `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.
+        `ds = p * (keep * dp / (1 - dropout) - delta)`, with `dp = dout v^T`, `delta = Σ dout * out - dlse`, and `keep`
+        0 where dropout drops, else 1.
         """
         ...

@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from .protocol import Block
+from .protocol import Block, BlockKernel
+
+
+def wants_static_masks(kernel: BlockKernel) -> bool:
+    """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
+    return getattr(kernel, "static_masks", False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Some tokens of a block, in the order in which a call reads them.
 
-    `take(x, axis)` selects these tokens from an array of the block. `put(x, axis, fill)` is the inverse for a result of
-    the call: it has the length of the block, and `fill` for the tokens that are not in the call.
+    `take(x, axis)` selects these tokens from an array of the block. `put(x, axis, fill)` is the inverse, for a
+    result of the call: it returns an array of the block's length, with `fill` at the tokens that are not in the call.
     """
 
     take: Callable[[jax.Array, int], jax.Array]
@@ -36,7 +41,7 @@ class Piece:
 
 
 def pieces(block: Block) -> list[Piece]:
-    """Cuts `block`, whose mask is causal or none, into calls. Every visible pair of query and key is in one of them.
+    """Cuts `block`, whose mask is causal or none, into calls. Every visible pair of query and key is in exactly one.
 
     Positions grow within a shard in every layout, so a rank's own keys need one causal call. For the keys of another
     rank, the mask depends on which of the two ranks comes earlier, which is known only at run time. In both cases the
@@ -54,8 +59,8 @@ def pieces(block: Block) -> list[Piece]:
         # chunk of queries also sees the first chunk of keys; else the second also sees the second.
         first, chosen = jnp.array([True]), _chunk(earlier)
         return [Piece(False, _chunk(~first), _chunk(first)), Piece(False, chosen, chosen)]
-    # Striped: query `i` sees the keys of an earlier rank up to `i`, and those of a later rank up to `i - 1`. The second
-    # case is causal too once the first query, which sees nothing, is moved to the end.
+    # Striped: query `i` sees the keys of an earlier rank up to `i`, and the keys of a later rank up to `i - 1`. The
+    # second case is causal too once the first query, which sees nothing, is moved to the end.
     last = jnp.arange(block.q_length) == block.q_length - 1
     return [Piece(True, _rotated(~earlier), _WHOLE, ~earlier[:, None] & last[None])]
 

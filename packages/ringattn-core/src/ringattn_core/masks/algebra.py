@@ -41,8 +41,8 @@ class Mask:
     Masks compare differences of positions. Positions are below 2^30 in magnitude, so that differences fit int32.
     `visible(q, kv)` broadcasts queries (`q.rows()`) against keys (`kv.columns()`). `tiles(q, kv)` takes the tokens of
     each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, full)`, each
-    `[g, nq, nk]`: `some` is true wherever any pair is visible, `full` only where every pair is. A `bounded` mask
-    computes both from the minima and maxima of a tile, without arrays of size `T * S`.
+    `[g, nq, nk]`: `some` is true wherever any pair is visible, `full` only where every pair is. A mask that
+    defines `tiles` computes both from the minima and maxima of a tile, without arrays of size `T * S`.
     """
 
     __array_ufunc__ = None  # for `array & mask`, NumPy then calls `mask.__rand__`
@@ -54,7 +54,8 @@ class Mask:
 
     @property
     def bounded(self) -> bool:
-        return all(part.bounded for part in self._parts)
+        """Whether this mask, and every mask that it combines, defines `tiles`."""
+        return type(self).tiles is not Mask.tiles and all(part.bounded for part in self._parts)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")

@@ -215,7 +215,6 @@ class Numpy(Mask):
     """A dense NumPy `array` `[T, S]` for whole sequences in natural order, true where a query sees a key."""
 
     held: _Held
-    bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __init__(self, array: Any):
         held = _host("Numpy", array)
@@ -254,7 +253,6 @@ class Predicate(Mask):
     """A query sees a key where `seen(q_positions, kv_positions)` is true; `seen` uses `jax.numpy` and broadcasts."""
 
     seen: Callable[[Any, Any], Any]
-    bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __post_init__(self) -> None:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass round the ring: while a kernel runs, the next keys arrive and the last keys' gradients leave."""
+"""The backward pass round the ring: while a kernel runs, the next keys arrive and the previous hop's dk, dv leave."""
 
 import dataclasses
 import functools
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from ..contract import batching, ordering, packing
 from ..contract.call import ARRAYS, Call
+from ..contract.static_masks import wants_static_masks
 from ..placement.arrays import cleaned
 from . import whole_keys
-from .blocks import Ring, block, owner, put_columns, wants_static_masks
+from .blocks import Ring, block, owner, put_columns
 from .forward import Residuals, sinks_of
 from .plan import Hop, Level
 from .sends import KV, after, after_on_cpu, packed, sent, total
@@ -28,8 +29,9 @@ class Sums(NamedTuple):
 
 
 Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
-"""`body(kv, offset, sums)`: the gradients of the keys and values `kv`, which have travelled `offset` to this rank, and
-`sums` with the gradients of this hop added: a kernel, or the loop over a level."""
+"""`body(kv, offset, sums)` returns the gradients of the keys and values `kv`, which have travelled `offset` to this
+rank, and `sums` with the gradients of this hop added. It is a kernel, or the loop over an inner mesh axis of the
+ring."""
 
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
@@ -62,7 +64,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         body = around(level, body)
     if ring.gathers:
         body = whole_keys.backward(ring, location, body)
-    # The first send waits for the forward pass, by way of the raw `dout`: an array derived from it is computed later.
+    # The first send waits for the raw `dout`, and so for the forward pass; arrays derived from `dout` are ready later.
     dkv, sums = body(after(own, raw) if travel else own, 0, Sums())
     dk, dv = dkv.pair(call.query.shape[-1])
     gradients = {"query": sums.dq, "key": dk, "value": dv, "softmax_aux": _sink_gradients(kept, delta)}
@@ -70,22 +72,23 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of each rank that the level brings here, this rank's last.
+    """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own last.
 
-    The kernel with this rank's own keys hides the last send. Gradients of keys leave during the hop after
-    the kernel that computed them. If keys are passed on from rank to rank, their gradients follow them, and each rank
+    Each hop sends the gradients of keys and values that the hop before computed; the kernel with this rank's own keys
+    hides the last of these sends. If keys are passed on from rank to rank, their gradients follow them, and each rank
     adds its contribution (`total`). If keys came straight from their owner, their gradients go straight back to it.
     """
 
     def loop(own: KV, base: Any, sums: Sums) -> tuple[KV, Sums]:
         def one_hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], hop: Hop) -> Any:
             kv, gradients_out, home, sums = carry
-            # Order: the kernel of the hop before; both sends; this kernel, which hides them; keys arrive; gradients do.
+            # Order: the kernel of the hop before; both sends begin; the kernel of this hop, which hides them; the keys
+            # arrive; the gradients arrive.
             kv = after(kv, sums.dq)
             keys_out = after(own, sums.dq) if level.straight else kv
             gradients_out = after(gradients_out, kv)
             keys_in, gradients_in = sent(level, keys_out, hop.keys), sent(level, gradients_out, hop.gradients)
-            if keys_in is None:  # otherwise the send of keys holds this kernel back until the gradients can leave
+            if keys_in is None:  # nothing else makes this kernel wait until the gradients can leave
                 kv = after(kv, gradients_out)
             sums = sums._replace(dq=after_on_cpu(sums.dq, (keys_in, gradients_in)))
             dkv, sums = body(kv, base + hop.offset, sums)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
+from ..contract.static_masks import wants_static_masks
 from ..placement.layout import Shards
 from .plan import Level, source
 from .sends import KV, after_on_cpu
@@ -17,7 +18,7 @@ from .sends import KV, after_on_cpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The static description of a ring: the kernel, the mesh axes, how tokens are sharded, and the levels of hops."""
+    """The static description of a ring: the kernel, the mesh axes, how tokens are sharded, and the loops of hops."""
 
     kernel: BlockKernel
     axis: tuple[str, ...]
@@ -25,7 +26,7 @@ class Ring:
     keys: Shards
     """How keys are sharded: like queries, or one shard in natural order if each rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
-    """The levels of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
+    """The loops of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
 
     @property
     def gathers(self) -> bool:
@@ -34,7 +35,7 @@ class Ring:
 
     @property
     def passes_on(self) -> bool:
-        """Whether keys are passed on from rank to rank, packed; a rank's own keys are then packed too."""
+        """Whether ranks pass keys on, packed in one array with values; a rank's own keys are then packed too."""
         return any(not level.straight for level in self.levels)
 
 
@@ -67,7 +68,7 @@ def owner(ring: Ring, location: Location, offset: Any) -> Any:
 def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Block:
     """The `Block` of this rank's queries against the keys in `kv`, which have travelled `offset` (see `plan.Hop`).
 
-    In `call`, segment ids and positions of keys are those of the keys of all ranks.
+    `call` has the segment ids and positions of the keys of all ranks.
     """
     shard, length = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
     q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
@@ -103,9 +104,10 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
 
 def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start: int) -> jax.Array:
-    """`whole` (its last axis has all keys, in natural order) with `part` at the keys of `shard` from row `start` on.
+    """`whole` with `part` written to the columns of the keys of `shard`, from the shard's row `start` on.
 
-    The columns of the shard's other keys become 0: no other hop has the shard.
+    The last axis of `whole` has all keys, in natural order. The columns of the shard's other keys become 0, because no
+    other hop has keys of this shard.
     """
     missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
     if missing:
@@ -117,11 +119,6 @@ def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
     """The entries of `x` for the rows that `kv` holds; the last axis of `x` has a whole shard, or just these rows."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
-
-
-def wants_static_masks(kernel: BlockKernel) -> bool:
-    """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
-    return getattr(kernel, "static_masks", False)
 
 
 def _keys_from(layout: str, offset: Any) -> str:

@@ -23,7 +23,7 @@ from .plan import levels
 
 
 def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
-    """`(out, lse)` of one shard, by the ring engine over `kernel`.
+    """Runs the ring with `kernel`: `(out, lse)` of this rank's queries against the keys of all ranks.
 
     With `gathers`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is how many
     consecutive tokens form a run in a shard of the striped layout.
@@ -40,8 +40,8 @@ def prepared(
 ) -> tuple[Ring, Location]:
     """Prepares the engine's inputs: the static description of the ring, and the location of this rank.
 
-    `place` is `(rank, ranks along each axis of the ring ...)`; by default those of this device along the axes of
-    `call.axis_name`. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
+    `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
+    mesh axes `call.axis_name`. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))

@@ -22,8 +22,8 @@ from .sends import KV, after, packed, sent
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
 Body = Callable[[KV, Any, Partial | None], Partial]
-"""`body(kv, offset, partial)`: continues `partial` with the keys `kv`, which have travelled `offset` to this rank: a
-kernel, or the loop over a level."""
+"""`body(kv, offset, partial)` continues `partial` with the keys `kv`, which have travelled `offset` to this rank. It is
+a kernel, or the loop over an inner mesh axis of the ring."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of every rank that it brings here, this rank's own first."""
+    """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own first."""
 
     def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:

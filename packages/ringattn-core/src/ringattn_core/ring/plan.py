@@ -23,7 +23,7 @@ MOST_TILES: Final = 64
 
 
 class Send(NamedTuple):
-    """One permute: every rank sends a shard, or only its `rows`, to the rank `shift` places further round the level."""
+    """One permute: every rank sends a shard, or only its `rows`, to the rank `shift` ranks further round a `Level`."""
 
     shift: int
     rows: tuple[int, int] | None = None
@@ -33,9 +33,9 @@ class Send(NamedTuple):
 class Hop(NamedTuple):
     """One hop: how far the keys that this rank computes with have travelled, and what it sends meanwhile.
 
-    `offset` says whose keys these are (`source`): a number with a digit for each level, which says how many ranks of
-    that level the keys have travelled. `keys` sends the keys of the next hop, and `gradients` the gradients of the keys
-    of the hop before; `None` sends nothing.
+    `offset` is a mixed-radix number: its digit for a `Level` says how many ranks of that level the keys have travelled.
+    `source` converts it to the rank that owns the keys. `keys` is the send of the next hop's keys, and `gradients` that
+    of the gradients from the hop before; `None` sends nothing.
     """
 
     offset: Any
@@ -45,7 +45,9 @@ class Hop(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A ring over one or more mesh axes: at hop `t`, rank `r` has keys of rank `r - distances[t]`; `distances[0]` is 0.
+    """One loop of the ring, over one or more mesh axes; a ring over several axes can be a loop inside a loop.
+
+    At hop `t`, rank `r` has the keys of rank `r - distances[t]`; `distances[0]` is 0.
 
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
     the rank that owns them, and their gradients go straight back; such a level is the only one, and its hops are
@@ -72,7 +74,7 @@ class Level:
 
     @property
     def first(self) -> Send:
-        """The send, before the first hop of the backward pass, of the keys of that hop."""
+        """The send that brings the keys of the first hop of the backward pass; it starts before that hop."""
         return Send(self.distances[1], self.rows[1] if self.rows else None)
 
     @property
@@ -99,7 +101,7 @@ class Level:
         return Send(self.distances[hop], self.rows[hop])
 
     def _behind(self, hop: int) -> Send | None:
-        """The send, during `hop`, of the gradients from the hop before: after their keys, or straight to the owner."""
+        """The send, during `hop`, of the gradients from the hop before: to the rank with their keys, or the owner."""
         if hop == 1:
             return None
         return self._bringing(hop) if self.rows is None else Send(-self.distances[hop - 1])
@@ -128,7 +130,7 @@ class Level:
 def levels(
     rule: Rule, shards: Shards, lengths: tuple[int, int], axis: tuple[str, ...], sizes: tuple[int, ...]
 ) -> tuple[Level, ...]:
-    """The levels of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
+    """The loops of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
 
     A ring that needs the whole shards of all ranks has a level for each axis. A ring that leaves out hops or rows has
     one level over all axes, because a few sends take less time than a round of every axis. `lengths` are the numbers of
@@ -151,7 +153,7 @@ def levels(
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; both may be arrays.
 
-    Each digit of an offset counts back round its own level. With one level, that is `(rank - offset) % ranks`.
+    Each digit of an offset counts back round its own `Level`. With one level, that is `(rank - offset) % ranks`.
     """
     for level in levels:
         digit = rank // level.stride % level.ranks
@@ -187,8 +189,8 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
     """True where a tile of a rank's queries may see a tile of the keys that have travelled `offset` to it.
 
     A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
-    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them; of a mask that holds an
-    array, such as ids of documents, they do not, and all tokens are read.
+    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them. The ends do not bound
+    a mask that holds an array, such as document ids, so all tokens are then read.
     """
     masks = rule.masks if all(mask.bounded for mask in rule.masks) else ()
     every = any(mask.shapes() for mask in masks)
@@ -203,7 +205,7 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
 
 @functools.lru_cache(maxsize=4)
 def _tiles(shards: Shards, length: int, parts: int, every: bool) -> np.ndarray:
-    """The global index of `every` token, or of the ends of each tile, `[ranks, tiles, tokens]`.
+    """The global indices of all tokens, if `every`, else of the two ends of each tile: `[ranks, tiles, tokens]`.
 
     Each shard is cut into up to `parts` equal tiles.
     """

@@ -21,7 +21,7 @@ class KV:
 
     arrays: packing.Packed | tuple[jax.Array, jax.Array]
     start: int = dataclasses.field(default=0, metadata={"static": True})
-    """Which row of its shard the first row is; 0 for a whole shard."""
+    """The index of the first row in its shard; 0 for a whole shard."""
 
     @property
     def length(self) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.features import Feature
+from ..contract.static_masks import wants_static_masks
 from ..errors import InputError
 from ..placement import axes
 from ..placement.layout import Shards
 from ..ring import engine
-from ..ring.blocks import wants_static_masks
 from ..ring.plan import visits
 from ..tuning.choice import with_parameters
 from . import STRATEGIES, ulysses

@@ -71,7 +71,7 @@ def _overlays_of(backend: str) -> tuple[RingAttentionConfig, ...]:
 
 
 def state(backend: str) -> Hashable:
-    """A key of what, beside a call itself, decides the kernel parameters with which `backend` runs the call.
+    """A key of everything outside a call that decides the kernel parameters with which `backend` runs the call.
 
     If the key changes, a traced program must be traced again.
     """

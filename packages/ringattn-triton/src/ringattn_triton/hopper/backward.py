@@ -23,24 +23,24 @@ from .schedules import PROGRAMS
 TARGET: Final = Target("cuda", 90)
 """The only device for which the kernels of this family are made."""
 _TOGETHER: Final = 512
-"""The wanted number of turns (key tiles) in the heads that run side by side, where turns do not wait for each other:
-few enough for the queries to stay in the cache."""
+"""Where turns do not wait for each other, as few key heads run side by side as have this many turns (key tiles) in all:
+their queries stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
-"""The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
-1.3 times as long as with 16, because the cache does not hold so many heads."""
+"""The most key heads whose turns run side by side where turns wait for each other. With the value 64, a batch of 8
+rows of 2k tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
-"""Like `_TOGETHER_IN_ORDER`, for heads of more than 128: with 8 key heads, the kernel takes 1.1 times as long."""
+"""`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long."""
 _LONG: Final = 16
-"""The least ratio of the steps of a turn to the turns of its key head that run at once. These turns begin 1.5 steps
-apart."""
+"""The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
+1.5 steps after the one before."""
 _WIDE_LONG: Final = 31
-"""Like `_LONG`, for heads of more than 128, whose turns begin farther apart."""
+"""`_LONG` for head sizes above 128, where turns begin farther apart."""
 _STEPS: Final = 8
-"""The least ratio of the steps of a turn to the turns of its head that would run at once if all heads ran side by side.
-Below this ratio, turns wait too long for each other. At this ratio, under a causal mask, a simulation of the waits
-gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long."""
+"""The least ratio of a turn's steps to the number of turns of its head that would run at once if all heads ran side by
+side. Below this ratio, turns wait too long for each other. At this ratio, under a causal mask, a simulation of the
+waits gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
-"""Like `_STEPS`, for heads of more than 128, for which two passes take 2.2 times as long."""
+"""`_STEPS` for head sizes above 128, where two passes take 2.2 times as long."""
 _TURNS_IN_STRIP: Final = 4
 """How many turns (key tiles) each program takes in a launch for a strip, if every query head has its own key head."""
 _REGISTERS_AT_START: Final = 168

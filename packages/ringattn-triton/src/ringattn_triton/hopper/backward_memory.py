@@ -34,24 +34,24 @@ DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four hardware barriers: at number `2 c + w`, consumer `c` has filled its places of dq for writer `w`."""
 
 TURN: gl.constexpr = gl.constexpr(0)
-"""The first of two places in `BackwardMemory.numbers`, used alternately: the number of a turn (one key tile of one
-head). The names down to `AFTER` are such places too."""
+"""The index in `BackwardMemory.numbers` of the number of a turn (one key tile of one head); turns use this index and
+the next one alternately. The names down to `AFTER` are such indices too."""
 BEFORE: gl.constexpr = gl.constexpr(2)
-"""How many steps with a mask come first in a turn; `WHOLE` steps without a mask follow, then `AFTER` steps with a
-mask."""
+"""The index, used as `TURN` is, of the number of steps with a mask that begin a turn. At `WHOLE` is the number of the
+following steps without a mask, and at `AFTER` that of the last steps, with a mask."""
 WHOLE: gl.constexpr = gl.constexpr(4)
 AFTER: gl.constexpr = gl.constexpr(6)
 TILE: gl.constexpr = gl.constexpr(8)
-"""The first of two places in `BackwardMemory.numbers`: the number of the query tile in each place of queries."""
+"""The first of two indices in `BackwardMemory.numbers`: the number of the query tile in each place of queries."""
 
 TURN_FULL: gl.constexpr = gl.constexpr(0)
-"""The first of two barriers: the numbers of a turn can be read. The names down to `DOUT_FULL` are places in
-`BackwardMemory.barriers`."""
+"""The index in `BackwardMemory.barriers` of the first of two barriers: the numbers of a turn can be read. The names
+down to `DOUT_FULL` are such indices too."""
 TURN_EMPTY: gl.constexpr = gl.constexpr(2)
 KV_EMPTY: gl.constexpr = gl.constexpr(4)
-"""A barrier for `wide_products`: both consumers are done with the keys and values of a turn."""
+"""The index of a barrier for `wide_products`: both consumers are done with the keys and values of a turn."""
 DOUT_FULL: gl.constexpr = gl.constexpr(5)
-"""The first of the barriers of the places of dout, one for each place: it says that the place is filled."""
+"""The index of the first of the barriers of the places of dout, one for each place: the place is filled."""
 
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
@@ -60,9 +60,9 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class BackwardMemory(NamedTuple):
     """The shared memory through which the warps of a program exchange data.
 
-    `numbers` and `barriers` have the places named above, and `q_full` has a barrier for each place of queries. Barriers
-    lie in shared memory where TMA arrives, or where they tell of turns. The others are hardware barriers (above).
-    `x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with the data.
+    `numbers` and `barriers` have the indices named above, and `q_full` has a barrier for each place of queries.
+    Barriers lie in shared memory where TMA arrives, or where they tell of turns. The others are hardware barriers
+    (above). `x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with the data.
 
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
     `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`

@@ -62,7 +62,10 @@ def scored(
 
 @gluon.jit
 def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """The softmax weights of a tile after dropout, and each row's updated sum of weights before dropout (in parts)."""
+    """The softmax weights of a tile after dropout, and each row's updated sum of weights before dropout.
+
+    The sums, `total`, are in four parts (`sums_of_parts`).
+    """
     if PLAN.bounded:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)

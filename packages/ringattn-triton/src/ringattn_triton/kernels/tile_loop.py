@@ -34,8 +34,8 @@ def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
     """The tile, batch row and head of turn number `turn`; a turn is the work on one tile of one head.
 
     Consecutive turns work on the same tile of `T.together` heads, then on the next tile of these heads. `T.together` is
-    small enough for the heads' vectors to stay in the cache, and large enough to fill the device until the last long
-    tile ends.
+    small enough for the data of these heads to stay in the cache, and large enough to fill the device until the last
+    long tile ends.
     """
     rest = turn % (T.rows * T.together)
     number = turn // (T.rows * T.together) * T.together + rest % T.together
