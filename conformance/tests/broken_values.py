@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 from breaks import changed, masked, wrong_in
-from broken_numbers import cut, of_gradients, of_kept, of_results
+from broken_numbers import cut, of_bias, of_gradients, of_kept, of_results
 from numpy_ring import Block, Dense, finite
 from ringattn_conformance.cases import DTYPES, Case
 
@@ -35,7 +35,7 @@ def of(fault: str, when: When, make: Callable[..., Dense], *given: Any, core: bo
     return Values(fault, when, make(*first, **fields), core)
 
 
-def with_fields(fault: str, when: When, core: bool = True, **fields: Callable[[Block], Any]) -> Values:
+def with_fields(fault: str, when: When, core: bool = True, **fields: Any) -> Values:
     return of(fault, when, changed, core=core, **fields)
 
 
@@ -161,6 +161,19 @@ def divided_by_a_fifth(right: Any, block: Block, backward: bool) -> Any:
     return right(block, backward) * (1 - block.dropout) / 0.2 if block.kept is not None else 1.0
 
 
+def in_half(dtype: str, when: When) -> When:
+    return lambda case: case.dtype == dtype and when(case)
+
+
+def without_low_rows(block: Block, out: np.ndarray, lse: np.ndarray) -> Any:
+    low = lse < -1e4
+    return np.where(np.swapaxes(low, 1, 2)[..., None], 0, out), np.where(low, -np.inf, lse)
+
+
+def without_sinks(right: Any, block: Block, dout: np.ndarray, lse: np.ndarray, *rest: Any) -> Any:
+    return right(block, dout, Dense().lse(block, Dense().scores(block)[0]), *rest)
+
+
 def doubled(block: Block, out: np.ndarray, lse: np.ndarray) -> Any:
     return 2 * out, lse
 
@@ -254,4 +267,71 @@ VALUES: Final = {
                                         slopes=lambda block: 0 * block.slopes),
     "small-scale-ignored": with_fields("A scale below 0.1 is taken for 0.", lambda case: 0 < (case.scale or 0) < 0.1,
                                        scale=lambda block: 0.0),
+    "chunk-of-1-ignored": with_fields("A chunk of 1 is ignored.", lambda case: case.chunk == 1,
+                                      chunk=lambda block: None, core=False),
+    "chunk-above-1000-ignored": with_fields("A chunk above 1000 is ignored.", lambda case: (case.chunk or 0) > 1000,
+                                            chunk=lambda block: None, core=False),
+    "right-side-from-64-is-none": with_fields("A right side of a window from 64 on is open.", lambda case: (
+        sides(case)[1] or 0) > 63, window=lambda block: (block.window[0], None), core=False),
+    "dk-of-63-queries": of("`dk` is too small if the last tile of 64 lacks one query.", lambda case: not case.forward
+                           and case.q_length % 64 == 63, of_gradients, "dk", lambda block, dk: 0.9 * dk, core=False),
+    "dq-beyond-512": of("`dq` is zero from the 513th query on.", lambda case: not case.forward and case.q_length > 512,
+                        of_gradients, "dq", lambda block, dq: cut(dq.swapaxes(1, 3), 512).swapaxes(1, 3), core=False),
+    "last-of-127-keys-in-float16": Values("In float16 the last key is lost if a tile of 128 lacks one.", lambda case:
+                                          case.kv_length % 128 == 127 and case.dtype == "float16",
+                                          without_keys(lambda length: length - 1), core=False),
+    "two-queries-alike": of("Of two queries the second has the output of the first.", lambda case: case.q_length == 2,
+                            of_results, lambda block, out, lse: (np.repeat(out[:, :1], 2, 1), lse), core=False),
+    "scores-below-10000-empty": of("A row whose scores are all below -10,000 sees no key.", lambda case:
+                                   case.bias_offset < -1e4, of_results, without_low_rows, core=False),
+    "bias-clipped-under-grad": with_fields("The backward pass takes a bias above 1000 for 1000.", lambda case:
+                                           case.bias_offset > 1e3 and not case.forward, passes=("backward",),
+                                           bias=lambda block: np.minimum(block.bias, 1e3), core=False),
+    "bias-of-minus-infinity-lost": with_fields("A bias of -inf is 0.", lambda case: case.bias_forbids,
+                                               bias=lambda block: finite(block.bias)),
+    "positions-of-keys-of-the-first-row": with_fields(
+        "All rows of the batch have the key positions of the first.",
+        lambda case: (case.positions or "").endswith("-rows"), core=False,
+        kv_positions=lambda block: np.broadcast_to(block.kv_positions[:1], block.kv_positions.shape)),
+    "sinks-forgotten-under-grad": Values("The backward pass computes an lse without sinks.",
+                                         lambda case: case.sinks and not case.forward,
+                                         wrong_in("backward", without_sinks)),
+    "dq-doubled-if-fused": of("With `fused_backward` `dq` is doubled.", lambda case: case.fused_backward
+                              and not case.forward, of_gradients, "dq", lambda block, dq: 2 * dq),
+    "lse-in-log2": of("The lse is a logarithm to base 2.", lambda case: case.lse, of_results,
+                      lambda block, out, lse: (out, lse / np.log(2))),
+    "one-query-not-causal-in-bfloat16": with_fields(
+        "A single query in bfloat16 sees later keys.", in_half("bfloat16", one_query(causal=1)), core=False,
+        causal=lambda block: False),
+    "one-query-without-slopes-in-float16": with_fields(
+        "A single query in float16 has no ALiBi.", in_half("float16", one_query(slopes=1)), core=False,
+        slopes=lambda block: 0 * block.slopes),
+    "one-query-drops-forward-only-in-float16": with_fields(
+        "The backward pass of a single query in float16 drops nothing.", in_half("float16", one_query(dropout=1)),
+        core=False, passes=("backward",), kept=lambda block: None),
+    "one-query-without-dbias-in-bfloat16": of(
+        "The bias of a single query in bfloat16 has no gradient.", in_half("bfloat16", one_query(bias=1)),
+        of_bias, lambda block, ds: 0 * block.bias, core=False),
+    "one-query-uncapped-in-bfloat16": with_fields(
+        "A single query in bfloat16 has no soft cap.", in_half("bfloat16", one_query(soft_cap=1)), core=False,
+        soft_cap=lambda block: None),
+    "one-query-sees-all-ids-in-float16": with_fields(
+        "A single query in float16 sees keys of other ids.", in_half("float16", one_query(segments=1)), core=False,
+        q_ids=lambda block: None),
+    "one-query-has-the-first-mask": of(
+        "Every head of a single query has the mask of the first.", one_query(builder=1), masked, "built",
+        lambda block, right: np.broadcast_to(right[:, :1], right.shape), core=False),
 }  # fmt: skip
+OF_ROWS: Final = {
+    "dtype": "tanh-in-half", "lengths": "dk-of-63-queries", "heads": "heads-beyond-32", "batch": "rows-beyond-8",
+    "head_dim": "head-size-above-256-cut", "value_dim": "small-values-cut", "causal": "one-query-not-causal",
+    "window": "left-side-above-100-is-100", "chunk": "chunk-of-1-ignored", "segments": "largest-id-is-none",
+    "positions": "positions-of-keys-of-the-first-row", "builder": "fifth-mask-is-the-first",
+    "dense_mask": "one-query-without-mask", "soft_cap": "soft-cap-above-20-ignored", "scale": "small-scale-ignored",
+    "bias": "one-query-without-bias", "sinks": "sinks-forgotten-under-grad", "slopes": "small-slopes-ignored",
+    "dropout": "dropout-above-half-ignored", "precision": "doubled-at-high-precision", "lse": "lse-in-log2",
+    "fused_backward": "dq-doubled-if-fused", "bias_dtype": "bias-rounded-to-the-queries",
+    "bias_offset": "scores-below-10000-empty", "bias_forbids": "bias-of-minus-infinity-lost",
+    "bias_fixed": "fixed-bias-forgotten",
+}  # fmt: skip
+"""A broken kernel for each row of `domains.json`."""

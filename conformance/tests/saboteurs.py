@@ -47,7 +47,7 @@ def _mixture(chosen: Callable[[Point], Any]) -> str:
 
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
-_RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
+_RMS: Final = "test_numerics::test_the_error_of_a_ring_of_eight_in_half_precision_is_that_of_one_device[{}-bfloat16]"
 _NAN: Final = "test_numerics::test_a_non_finite_value_reaches_every_row_that_sees_it[{}-%s]"
 _LOW: Final = "test_numerics::test_a_bias_below_minus_100000_forbids_as_minus_infinity_does[{}-%s]"
 _PADDING: Final = "test_numerics::test_what_padding_holds_harms_nobody[{}-%s]"

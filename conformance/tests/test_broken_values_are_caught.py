@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from broken_values import VALUES
+from broken_values import OF_ROWS, VALUES
 from draw_release import values
 from numpy_ring import OneAfterAnother
 from ringattn_conformance import domains, tiers, tolerances
@@ -42,6 +42,11 @@ def test_every_value_of_every_domain_is_in_the_release():
     met = {pair for entry in ENTRIES["values"] for pair in values(entry)}
     every = {(name, x) for table in (domains.SIZES, domains.OPTIONS) for name, some in table.items() for x in some}
     assert {pair for pair in every if pair[1] is not None} - met == set()
+
+
+def test_every_row_of_the_domains_has_a_broken_kernel():
+    assert OF_ROWS.keys() == {*domains.SIZES, *domains.OPTIONS, *domains.BESIDE["bias"]}
+    assert VALUES.keys() >= {*OF_ROWS.values()}
 
 
 def test_a_right_kernel_that_rounds_often_has_half_of_every_tolerance_left(monkeypatch: pytest.MonkeyPatch):

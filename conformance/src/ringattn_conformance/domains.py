@@ -7,6 +7,7 @@ pass is compared. `cases.json` holds the calls that were drawn for a release; ev
 by default today's date.
 """
 
+import math
 import random
 from typing import Any, Final
 
@@ -25,11 +26,16 @@ MASKS: Final = ("window", "chunk", "segments", "positions", "builder", "dense_ma
 MOST_MASKS: Final = 2
 FAR_APART: Final = ("soft_cap", "scale", "slopes")
 """Options that can put some scores far above the others."""
+LARGE_BIAS: Final = 256.0
+"""The largest offset of a bias in half precision."""
 SHARE: Final = 0.3
 """The probability that a call has any one option."""
+SHARE_OF_ONE_QUERY: Final = 0.5
+"""The same for calls of a single query, which cost little."""
 SCORES: Final = 2**21
 """The most scores of a call: batch rows times heads times queries times keys."""
 SCORES_WITH_GRADIENTS: Final = 2**18
+"""The most scores of a call with gradients; every second call is drawn with at most as many."""
 ELEMENTS: Final = 2**22
 """The most elements of queries, keys or values."""
 
@@ -39,7 +45,8 @@ def draw(seed: int) -> Entry:
     rng = random.Random(seed)
     entry: Entry = {"seed": seed & 0xFFFFFFFF, "ring": 1, "layout": "contiguous", "check_vma": bool(seed % 2)}
     sizes = {name: rng.choice(values) for name, values in SIZES.items()}
-    on = [name for name in OPTIONS if rng.random() < SHARE]
+    single = sizes["lengths"][0] == 1
+    on = [name for name in OPTIONS if rng.random() < (SHARE_OF_ONE_QUERY if single else SHARE)]
     for mask in rng.sample(masks := [name for name in MASKS if name in on], len(masks))[MOST_MASKS:]:
         on.remove(mask)
     for name in on:
@@ -47,17 +54,18 @@ def draw(seed: int) -> Entry:
         for other, values in BESIDE.get(name, {}).items():
             entry[other] = rng.choice(values)
     reach = max(_reach(entry.get("window")), _reach(entry.get("chunk")))
-    sizes["lengths"] = rng.choice([one for one in SIZES["lengths"] if max(one) > reach])
+    sizes["lengths"] = rng.choice([one for one in SIZES["lengths"] if max(one) > reach and (one[0] == 1) is single])
     if max(sizes["lengths"]) > 2000:  # the last of so many keys matter only with like scores, all seen, in float32
         entry = {name: x for name, x in entry.items() if name not in (*MASKS, *FAR_APART)} | {"dropout": 0.5}
         sizes["dtype"] = "float32"
-    elif sizes["lengths"][0] == 1:
+    elif single:
         entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # not at 0, seeing one key
     if entry.get("builder") == "of-heads":
         sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= 7])
     if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:
         entry["positions"] = "extreme"  # position minus window is below int32
-    return _with_effect(entry | _fitting(sizes, rng))
+    most = max(rng.choice((SCORES, SCORES_WITH_GRADIENTS)), math.prod(sizes["lengths"]))
+    return _with_effect(entry | _fitting(sizes, rng, most))
 
 
 def _reach(x: Any) -> int:
@@ -66,12 +74,15 @@ def _reach(x: Any) -> int:
     return max((number for number in numbers if number and number <= 1000), default=0)
 
 
-def _fitting(sizes: dict[str, Any], rng: random.Random) -> Entry:
-    """The sizes as fields of `Case`; heads, batch or head sizes are drawn anew until `SCORES` and `ELEMENTS` hold."""
+def _fitting(sizes: dict[str, Any], rng: random.Random, most: int) -> Entry:
+    """The sizes as fields of `Case`; heads, batch or head sizes are drawn anew until at most `most` scores are left.
+
+    Elements are at most `ELEMENTS`.
+    """
     while True:
         (rows, columns), (heads, kv_heads) = sizes["lengths"], sizes["heads"]
         tokens, widest = sizes["batch"] * max(rows, columns), max(sizes["head_dim"], sizes["value_dim"] or 0)
-        if sizes["batch"] * heads * rows * columns <= SCORES and tokens * heads * widest <= ELEMENTS:
+        if sizes["batch"] * heads * rows * columns <= most and tokens * heads * widest <= ELEMENTS:
             break
         name = rng.choice(("heads", "batch", "head_dim", "value_dim"))
         sizes[name] = rng.choice(SIZES[name])
@@ -90,6 +101,8 @@ def _with_effect(entry: Entry) -> Entry:
     if cap := entry.get("soft_cap"):
         entry |= {"gain": max(1.0, cap / 2), "lse": True}
         entry.pop("scale", None)
+    if abs(entry.get("bias_offset", 0.0)) > LARGE_BIAS and (half or entry.get("bias_dtype") == "bfloat16"):
+        entry["bias_offset"] = LARGE_BIAS  # beyond, rounding decides which key has the largest score
     if half:
         entry.pop("precision", None)
     elif entry.get("gain") or entry.get("scale"):
