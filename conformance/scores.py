@@ -29,7 +29,7 @@ DENSE: Final = ("GRADIENTS", "FLOAT32", "BFLOAT16", "CAUSAL", "GROUPED_HEADS")
 ONE_DEVICE: Final = {"emulated": True, "data": 1, "heads": 1}
 """One device plays all ranks, so that the library can make a mesh of its own."""
 OF_CHECK_VMA: Final = "grad_inside_shard_map"
-NO_RING: Final = f"{OF_CHECK_VMA} or error_of_a_bfloat16_ring"
+NO_RING: Final = f"{OF_CHECK_VMA} or error_of_a_ring_of_eight"
 """Parts of the names of tests that are left out: of `check_vma` for all libraries; of rings for those without one."""
 MASKS: Final = ("SLIDING_WINDOW", "ATTENTION_MASK", "BIAS", "CROSS_LENGTHS")
 HEADER: Final = (
