@@ -94,8 +94,8 @@ def _fitting(sizes: dict[str, Any], rng: random.Random, most: int) -> Entry:
 def _with_effect(entry: Entry) -> Entry:
     """The call with scores large enough for its options to matter, and without options that cannot be judged.
 
-    A row that sees one key has score gradients of zero; in half precision these show only how `delta` rounds, so such
-    calls compare the forward pass alone.
+    A row that sees one key has score gradients of zero. In half precision these show only how `delta` rounds, and sums
+    over thousands of such rows how float32 does, so such calls compare the forward pass alone.
     """
     half = entry["dtype"] != "float32"
     if cap := entry.get("soft_cap"):
@@ -112,7 +112,7 @@ def _with_effect(entry: Entry) -> Entry:
     few = entry["kv_length"] < 4 or entry.get("chunk", 9) < 9 or entry.get("window") in NARROW
     overflowing = entry["dtype"] == "float16" and entry.get("gain", 1.0) > 50
     scores = entry["batch"] * entry["heads"] * entry["q_length"] * entry["kv_length"]
-    if scores > SCORES_WITH_GRADIENTS or overflowing or (half and few):
+    if scores > SCORES_WITH_GRADIENTS or overflowing or (few and (half or entry["q_length"] > 2000)):
         entry["forward"] = True
         entry.pop("fused_backward", None)
     return {name: x for name, x in entry.items() if x is not None}
