@@ -165,6 +165,8 @@ def hosts(session: nox.Session) -> None:
     session.install("--no-deps", *group("hosts-in-part"), "./examples/third-party-triton", "./examples/third-party-fa4")
     session.run("pytest", "packages/ringattn-adapters/tests/test_released_hosts.py", env=hurried(session))
     session.run("pytest", "examples/third-party-triton/tests", env=CPU)
+    for target in ("sm_90a", "sm_100a"):
+        session.run("pytest", "-Wignore", "examples/third-party-fa4/tests", env=CPU | {"CUTE_DSL_ARCH": target})
     session.install(str(ROOT / "conformance"))
     certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", "2")
     session.run(*certify, env=hurried(session, *NO_OPTIMISER))

@@ -47,7 +47,7 @@ B, T, K, G, H = 2, 32, 2, 2, 8
 
 @pytest.fixture(autouse=True)
 def _promotion_of_the_libraries():
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 

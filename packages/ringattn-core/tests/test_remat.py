@@ -52,7 +52,7 @@ def kept(f: Any) -> Any:
 
 
 def offloaded(f: Any) -> Any:
-    return jax.checkpoint(f, policy=remat_policy(offload=True))
+    return jax.checkpoint(f, policy=remat_policy(True))
 
 
 def sends(program: Any, kind: str = "collective-permute") -> int:
@@ -102,4 +102,4 @@ def test_the_output_and_the_log_sum_exp_of_every_layer_are_offloaded_to_the_host
 
 def test_a_place_to_offload_to_is_no_flag() -> None:
     with pytest.raises(InputError, match="offload: got 'host'"):
-        remat_policy(offload="host")
+        remat_policy("host")

@@ -13,7 +13,7 @@ LSE_NAME: Final = "ringattn_lse"
 """The names that `checkpoint_name` gives to the two results of the ring that the backward pass reads."""
 
 
-def remat_policy(*, offload: bool = False) -> Callable[..., Any]:
+def remat_policy(offload: bool = False) -> Callable[..., Any]:
     """A policy for `jax.checkpoint` that keeps the output and the log-sum-exp of every ring, and nothing else.
 
     The backward pass of `jax.checkpoint(layer, policy=remat_policy())` computes the projections of the layer again, but
