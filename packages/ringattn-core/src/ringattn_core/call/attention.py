@@ -54,6 +54,7 @@ def ring_attention(
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     layout: str = "contiguous",
     strategy: Strategy = "ring",
+    max_distance: int | tuple[int | None, int | None] | None = None,
     precision: str | jax.lax.Precision | None = None,
     fused_backward: bool = False,
     return_lse: bool = False,
@@ -116,8 +117,12 @@ def ring_attention(
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (the ring if masks by position leave out keys; else "ulysses" if the ranks of the last axis divide
-            the key heads; else the ring).
+            "auto" (the ring if masks by position or `max_distance` leave out keys; else "ulysses" if the ranks of the
+            last axis divide the key heads; else the ring).
+        max_distance: Your promise that no query sees a key farther away in the sequence than this; one number, or
+            `(left, right)` as in `sliding_window`. The ring then leaves out hops and rows of keys beyond it, also with
+            segment ids and with positions of your own. It is no mask, and is not checked at run time: a query that
+            does see a farther key may silently lose it.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
@@ -188,6 +193,7 @@ def per_shard(backend: str) -> RingKernel:
         precision: str | jax.lax.Precision | None = None,
         return_lse: bool = False,
         strategy: str = "ring",
+        max_distance: int | tuple[int | None, int | None] | None = None,
     ) -> Any:
         """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
 

@@ -68,6 +68,7 @@ OPTIONS: Final = (
     Option("precision", checks.precision, feature=Feature.PRECISION),
     Option("return_lse", checks.flag, feature=Feature.RETURN_LSE),
     Option("strategy", checks.strategy),
+    Option("max_distance", checks.window),
 )
 ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None

@@ -22,10 +22,10 @@ class Call:
     A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
-    `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
-    at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `wide`, which is no argument, names arrays that were converted to float32 so that their gradients are
-    summed in float32. Kernels get these arrays in the dtype of the queries (`narrowed`).
+    `cfg`. Sinks have a row for each head, windows and distances are pairs, axis names are tuples, segment ids come in
+    pairs or not at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis
+    splits the axis. `wide`, which is no argument, names arrays that were converted to float32 so that their gradients
+    are summed in float32. Kernels get these arrays in the dtype of the queries (`narrowed`).
     """
 
     query: arrays.Query
@@ -58,6 +58,7 @@ class Call:
     precision: str | None = None
     return_lse: bool = False
     strategy: str = "ring"
+    max_distance: tuple[int | None, int | None] | None = None
     wide: tuple[str, ...] = ()
 
     def widened(self, **arrays: jax.Array) -> "Call":
@@ -118,8 +119,17 @@ class Call:
 
     @property
     def rule_of_hops(self) -> Rule:
-        """The rule that decides which hops a ring makes. With a `query_offset`, which may be traced, it makes all."""
-        return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
+        """The rule by which a ring leaves out hops and rows of keys, on indices in the sequence in place of positions.
+
+        `max_distance` bounds it like a window. Positions of the caller's own, or with a `query_offset`, say nothing
+        about indices; `max_distance` is then the only bound.
+        """
+        rule, distances = self.rule, self.max_distance or (None, None)
+        if self.query_offset is not None or not rule.increasing:
+            return Rule(1.0, sliding_window=distances)
+        sides = zip(distances, self.sliding_window or (None, None), strict=True)
+        left, right = (min((x for x in side if x is not None), default=None) for side in sides)
+        return dataclasses.replace(rule, sliding_window=(left, right))
 
 
 def is_off(option: Any) -> bool:
