@@ -2,7 +2,7 @@
 """The function `ring_attention`: exact attention over a sequence that is sharded over a ring of devices."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -53,6 +53,7 @@ def ring_attention(
     in_specs: Sequence[PartitionSpec] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     layout: str = "contiguous",
+    balance: Literal["zigzag"] | None = None,
     strategy: Strategy = "ring",
     max_distance: int | tuple[int | None, int | None] | None = None,
     precision: str | jax.lax.Precision | None = None,
@@ -116,6 +117,8 @@ def ring_attention(
         out_specs: The `PartitionSpec` of the output, which is that of the query, so it may always be left out. With
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
+        balance: "zigzag" computes in zigzag order although arrays are in contiguous order, so that a causal ring has
+            equal work on every rank. Ranks exchange half of each shard before attention, and of its output after.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
             "auto" (the ring if masks by position or `max_distance` leave out keys; else "ulysses" if the ranks of the
             last axis divide the key heads; else the ring).
@@ -194,6 +197,7 @@ def per_shard(backend: str) -> RingKernel:
         return_lse: bool = False,
         strategy: str = "ring",
         max_distance: int | tuple[int | None, int | None] | None = None,
+        balance: str | None = None,
     ) -> Any:
         """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
 

@@ -20,6 +20,7 @@ from ..contract.wide import with_wide_gradient
 from ..errors import RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
+from ..placement.layout import pieces
 from ..placement.mesh import of_context
 from ..tuning import choice
 from .dispatch import answer, chosen, reverse_mode_only
@@ -69,7 +70,8 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     if axes.manual():
         refuse_unnamed_axes(call, around=True)
     ranks, parts = ranks_of(mesh, roles.sequence), ranks_of(mesh, roles.heads)
-    more = (-call.query.shape[1] % ranks, -call.key.shape[1] % ranks)
+    chunks = ranks * pieces(call.balance or call.layout)
+    more = (-call.query.shape[1] % chunks, -call.key.shape[1] % chunks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
     if more != (0, 0) or copies > 1:
         # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.

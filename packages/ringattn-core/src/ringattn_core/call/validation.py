@@ -31,7 +31,7 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     if ranks is not None:
         return call
     for name, length in zip(("query", "key"), sizes.lengths, strict=True):
-        layouts.refuse_indivisible(name, length, call.layout, sizes.lengths[0] // call.query.shape[1])
+        layouts.refuse_indivisible(name, length, call.balance or call.layout, sizes.lengths[0] // call.query.shape[1])
     roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
     return dataclasses.replace(call.with_shared_gradients(roles), axis_name=call.axis_name or None)
 
@@ -61,6 +61,9 @@ def fitted(
         options["dropout_seed"] = None
     call = Call(query=q, key=k, value=v, **options)
     _refuse_broken_promise(call, sizes.lengths)
+    if call.balance is not None and call.layout != "contiguous":
+        fact = f"{call.balance!r} is for arrays in contiguous order, but layout={call.layout!r}"
+        raise InputError("balance", fact, "Leave balance out: the work is balanced in that layout")
     if ranks is None:
         refuse_different_devices(
             found | {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}

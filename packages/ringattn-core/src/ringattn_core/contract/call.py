@@ -24,8 +24,9 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, windows and distances are pairs, axis names are tuples, segment ids come in
     pairs or not at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis
-    splits the axis. `wide`, which is no argument, names arrays that were converted to float32 so that their gradients
-    are summed in float32. Kernels get these arrays in the dtype of the queries (`narrowed`).
+    splits the axis. With `balance` and layout "zigzag", shards are folded (`Shards.folded`). `wide`, which is no
+    argument, names arrays that were converted to float32 so that their gradients are summed in float32. Kernels get
+    these arrays in the dtype of the queries (`narrowed`).
     """
 
     query: arrays.Query
@@ -59,6 +60,7 @@ class Call:
     return_lse: bool = False
     strategy: str = "ring"
     max_distance: tuple[int | None, int | None] | None = None
+    balance: str | None = None
     wide: tuple[str, ...] = ()
 
     def widened(self, **arrays: jax.Array) -> "Call":

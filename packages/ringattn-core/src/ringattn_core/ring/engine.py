@@ -45,7 +45,7 @@ def prepared(
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
-    shards = Shards(call.layout, math.prod(sizes), stripe)
+    shards = Shards(call.layout, math.prod(sizes), stripe, folded=call.balance is not None)
     lengths = call.query.shape[1], call.key.shape[1]
     location = Location(
         jnp.asarray(rank, jnp.int32),
@@ -56,7 +56,7 @@ def prepared(
         kernel,
         axis,
         queries=shards,
-        keys=Shards(call.layout, 1) if gathers else shards,
+        keys=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
         levels=() if gathers else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
     )
     return ring, location

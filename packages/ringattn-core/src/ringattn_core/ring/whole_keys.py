@@ -38,7 +38,7 @@ def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callab
     """
 
     def scatter(x: jax.Array) -> jax.Array:
-        in_rank_order = to_neighbours(x, ring.queries.layout, ring.queries.count, x.ndim - 3)
+        in_rank_order = to_neighbours(x, ring.keys.layout, ring.queries.count, x.ndim - 3)
         return axes.scattered_sum(in_rank_order, ring.axis, ring.queries.count, location.rank, x.ndim - 3)
 
     def once(kv: KV, offset: int, sums: Any) -> tuple[KV, Any]:
@@ -55,4 +55,4 @@ def _all_keys(ring: Ring, location: Location, kv: KV) -> KV:
 def _whole(ring: Ring, location: Location, x: jax.Array, axis: int) -> jax.Array:
     """The shards of all ranks along `axis`: in the order of the ranks, or in natural order if the ring gathers."""
     whole = axes.all_gathered(x, ring.axis, ring.queries.count, location.rank, axis)
-    return of_neighbours(whole, ring.queries.layout, ring.queries.count, axis) if ring.gathers else whole
+    return of_neighbours(whole, ring.keys.layout, ring.queries.count, axis) if ring.gathers else whole
