@@ -54,7 +54,7 @@ def answer(registration: Registration, call: Call) -> Any:
         fact = f"{call.balance!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
         raise InputError("balance", fact, "Leave it out, or pass another backend")
     if backend.kernel is None:
-        result = _by_ring_kernel(implementation, with_parameters(registration, call))
+        result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))
     else:
         result = run(registration, call)
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)

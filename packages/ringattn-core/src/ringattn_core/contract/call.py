@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..config import BwdParams, FwdParams
 from ..masks.builder import Built
 from ..placement import arrays
+from .expansion import Expansion
 from .rule import Rule
 from .signature import OF_CORE
 from .wide import with_wide_gradient
@@ -27,6 +28,9 @@ class Call:
     splits the axis. With `balance` and layout "zigzag", shards are folded (`Shards.folded`). `wide`, which is no
     argument, names arrays that were converted to float32 so that their gradients are summed in float32. Kernels get
     these arrays in the dtype of the queries (`narrowed`).
+
+    With `expand`, the arrays in `latents` travel, and a rank computes keys and values from them on arrival. `key` and
+    `value` then serve for their shapes only, and XLA does not compute them.
     """
 
     query: arrays.Query
@@ -62,6 +66,9 @@ class Call:
     max_distance: tuple[int | None, int | None] | None = None
     balance: str | None = None
     wide: tuple[str, ...] = ()
+    expand: Expansion | None = None
+    latents: list[jax.Array] | None = None
+    expand_params: list[jax.Array] | None = None
 
     def widened(self, **arrays: jax.Array) -> "Call":
         """The call with these float32 `arrays`, made by `with_wide_gradient`.
@@ -73,8 +80,14 @@ class Call:
         return dataclasses.replace(self, **arrays, wide=tuple(sorted({*self.wide, *wide})))
 
     def narrowed(self) -> "Call":
-        """The call as kernels read it: arrays named in `wide` are converted back to the dtype of the queries."""
-        return dataclasses.replace(self, **{name: getattr(self, name).astype(self.query.dtype) for name in self.wide})
+        """The call as kernels read it: arrays named in `wide` are converted back to the dtype of the queries.
+
+        The parameters of `expand` get the caller's dtypes again.
+        """
+        found: dict[str, Any] = {name: getattr(self, name).astype(self.query.dtype) for name in self.wide}
+        if self.expand is not None:
+            found["expand_params"] = self.expand.narrowed(self.expand_params)
+        return dataclasses.replace(self, **found)
 
     def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
         """The call with a float32 bias if several ranks share the bias, so that they add up its gradient in float32.
@@ -90,6 +103,18 @@ class Call:
         return self.widened(bias=with_wide_gradient(self.bias))
 
     @property
+    def travelling(self) -> Any:
+        """What a rank sends round the ring: keys and values, or the arrays from which `expand` computes them."""
+        return (self.key, self.value) if self.expand is None else self.latents
+
+    def expanded(self) -> "Call":
+        """The call with keys and values in place of the arrays from which `expand` computes them."""
+        if self.expand is None:
+            return self
+        key, value = self.expand(self.latents, self.expand.narrowed(self.expand_params))
+        return dataclasses.replace(self, key=key, value=value, expand=None, latents=None, expand_params=None)
+
+    @property
     def arrays(self) -> dict[str, Any]:
         """The arrays that the call has, by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
@@ -97,7 +122,7 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function (`RingKernel`)."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "wide")}
+        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, *INTERNAL)}
 
     @property
     def rule(self) -> Rule:
@@ -155,5 +180,8 @@ ARRAYS: Final = (
     "dropout_seed",
 )
 """The fields of a call that are arrays."""
-_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in ARRAYS]
-jax.tree_util.register_dataclass(Call, data_fields=list(ARRAYS), meta_fields=_STATIC)
+INTERNAL: Final = ("wide", "expand", "latents", "expand_params")
+"""The fields of a call that are no arguments of a backend's own ring function."""
+_DATA = [*ARRAYS, "latents", "expand_params"]
+_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in _DATA]
+jax.tree_util.register_dataclass(Call, data_fields=_DATA, meta_fields=_STATIC)

@@ -23,7 +23,11 @@ def folded(call: Call) -> Call:
     """The call with every array of tokens in folded order. With strategy "all_gather", arrays of keys stay."""
     axis, wanted = call.axis_name or (), ("T", "t") if call.strategy == "all_gather" else ("T", "t", "S")
     tokens = {name: axis_of(call, name, x, wanted) for name, x in call.arrays.items()}
-    moved = {name: _swapped(getattr(call, name), n, axis) for name, n in tokens.items() if n is not None}
+    moved: dict[str, Any] = {
+        name: _swapped(getattr(call, name), n, axis) for name, n in tokens.items() if n is not None
+    }
+    if call.latents is not None and "S" in wanted:
+        moved["latents"] = [_swapped(x, 1, axis) for x in call.latents]
     return dataclasses.replace(call, **moved, layout="zigzag")
 
 

@@ -46,9 +46,12 @@ def strategy_on(registration: Registration | None, call: Call, ranks: int, inner
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
     """Whether "auto" chooses "ulysses": if masks by position leave out no keys, and key heads divide evenly.
 
+    Not with `expand`, because "ulysses" exchanges the keys and values themselves.
+
     The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
     """
-    return inner > 1 and call.key.shape[2] % inner == 0 and not _leaves_out_keys(call, ranks)
+    divides = inner > 1 and call.key.shape[2] % inner == 0
+    return call.expand is None and divides and not _leaves_out_keys(call, ranks)
 
 
 def _leaves_out_keys(call: Call, ranks: int) -> bool:
@@ -96,5 +99,5 @@ def tuned_as(call: Call) -> Call:
 
 def _that_runs(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
-    moved = ulysses.by_heads(call) if call.strategy == "ulysses" else call
+    moved = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
     return balance.folded(moved) if call.balance else moved
