@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, to_layout
+from ringattn_core.errors import InputError, MeshError
 
 KINDS = {"automatic": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
 LAYOUTS = ["zigzag", "striped"]
@@ -73,6 +74,42 @@ def test_only_tokens_that_change_their_device_travel(layout: str, moves: str, re
     x = jax.device_put(jnp.zeros((2, 64)), NamedSharding(mesh, P("data", "sp")))
     program = jax.jit(reorder, static_argnums=(1, 2)).lower(x, layout, 4).compile().as_text()
     assert moves in program and "all-gather" not in program
+
+
+@pytest.mark.parametrize(
+    ("layout", "data", "over"), [("zigzag", 2, "sp"), ("striped", 1, "sp"), ("zigzag", 2, ("sp", "data"))]
+)
+def test_over_automatic_axes_that_are_named_tokens_travel_too(layout: str, data: int, over: Any) -> None:
+    """Under `jax.jit`, where JAX does not know that they split the array."""
+    mesh, ranks = mesh_of("automatic", data), 4 if over == "sp" else 8
+    split = NamedSharding(mesh, P("data" if over == "sp" else None, over))
+    x, w = (jax.device_put(jnp.sin(jnp.arange(128.0) * n).reshape(2, 64), split) for n in (1, 2))
+
+    def there_and_back(x: Any, w: Any) -> Any:
+        laid = to_layout(x, layout, mesh=mesh, axis_name=over)
+        return (laid * w).sum(), (laid, from_layout(laid, layout, ranks, mesh=mesh, axis_name=over))
+
+    run = jax.jit(jax.grad(there_and_back, has_aux=True))
+    text = run.lower(x, w).compile().as_text() or ""
+    assert ("collective-permute" if layout == "zigzag" else "all-to-all") in text
+    assert "all-gather" not in text and "all-reduce" not in text
+    dx, (laid, back) = run(x, w)
+    for got, wanted in ((laid, to_layout(np.asarray(x), layout, ranks)), (back, np.asarray(x))):
+        same(got, wanted, split)
+    same(dx, from_layout(np.asarray(w), layout, ranks), split)
+
+
+def test_the_mesh_of_the_context_serves_and_what_does_not_fit_it_is_refused() -> None:
+    mesh = mesh_of("automatic")
+    with jax.set_mesh(mesh):
+        for x in (WHOLE, jnp.asarray(WHOLE)):
+            np.testing.assert_array_equal(to_layout(x, "zigzag", axis_name="sp"), to_layout(WHOLE, "zigzag", 4))
+    with pytest.raises(MeshError, match="axis_name='tp' does not name axes of the mesh, which are 'data'"):
+        to_layout(WHOLE, "zigzag", mesh=mesh, axis_name="tp")
+    with pytest.raises(MeshError, match="axis_name=None does not name axes of the mesh"):
+        to_layout(WHOLE, "zigzag", 4, mesh=mesh)
+    with pytest.raises(InputError, match=r"ring_size: got 2\. Pass 4, the ranks of axis_name=\('sp',\)"):
+        to_layout(WHOLE, "zigzag", 2, mesh=mesh, axis_name="sp")
 
 
 @pytest.mark.parametrize("kind", KINDS)

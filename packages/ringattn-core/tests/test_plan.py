@@ -3,9 +3,11 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import masks
+from ringattn_core.call.validation import validated
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Coordinates
 from ringattn_core.placement.layout import LAYOUTS, Shards
@@ -100,7 +102,8 @@ def test_long_shards_send_whole_tiles():
 
 
 def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
-    window = Rule(1.0, sliding_window=(1, 0), increasing=False)
+    x = jnp.ones((1, 32, 1, 4))
+    window = validated(x, x, x, sliding_window=(1, 0), q_positions=np.arange(32), ranks=1).rule_of_hops
     anything = Rule(1.0, masks=(masks.Predicate(lambda i, j: i == j),), mask_of_head=(0,))
     shards = Shards("contiguous", 4)
     assert visits(window, shards, (8, 8)) == visits(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))

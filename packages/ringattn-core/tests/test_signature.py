@@ -18,8 +18,8 @@ from ringattn_core import (
     ring_attention,
 )
 from ringattn_core.backends import discovery
-from ringattn_core.contract.call import Call
-from ringattn_core.contract.signature import mismatch
+from ringattn_core.contract.call import INTERNAL, Call
+from ringattn_core.contract.signature import OF_CORE, mismatch
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
 
 EJKERNEL = (
@@ -74,7 +74,7 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     q, k, v = arrays()
     with discovery.registered(whole(), ring):
         assert (ring_attention(q, k, v, backend="whole") == q).all()
-    of_core = {"query", "key", "value", "strategy", "wide"}
+    of_core = {"query", "key", "value", *OF_CORE, *INTERNAL}
     assert set(seen) == {field.name for field in dataclasses.fields(Call)} - of_core
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ringattn_core import masks
 from ringattn_core.backends.discovery import imported
 from ringattn_core.call.attention import ring_attention
+from ringattn_core.call.options import ARRAYS
 from ringattn_core.errors import InputError, in_one_line
 from ringattn_core.masks.info import MaskInfo
 from ringattn_core.placement.layout import canonical, refuse_indivisible
@@ -78,7 +79,7 @@ class AbstractCall:
             if value in (None, parameters[name].default):
                 continue
             said[name] = True if value == () else value
-            if isinstance(value, tuple) and name != "sliding_window":
+            if isinstance(value, tuple) and name in ARRAYS:
                 shapes[name] = shape_of(name, value, sizes)
             else:
                 options[name] = value

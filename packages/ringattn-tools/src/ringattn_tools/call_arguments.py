@@ -25,7 +25,10 @@ SHORT: Final = {
     "return_lse": "--lse",
 }
 """Short names of arguments, by the option. (`argparse` also takes the beginning of any name.)"""
-_HELP: Final = {"query_offset": "The position of the first query: the queries are a chunk of a longer sequence"}
+_HELP: Final = {
+    "query_offset": "The position of the first query: the queries are a chunk of a longer sequence",
+    "max_distance": "No query sees a key farther away in the sequence: hops and rows beyond are left out",
+}
 """The help of options for which the description of the feature that they need is too general."""
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _DECIDED: Final = ("B", "T", "S", "N", "K", "H")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The function `ring_attention`: exact attention over a sequence that is sharded over a ring of devices."""
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..contract.expansion import expansion
 from ..contract.signature import RingKernel
 from ..errors import InputError, MeshError
 from ..masks.builder import Builder
@@ -25,8 +27,8 @@ from .validation import validated
 @named
 def ring_attention(
     query: arrays.Query,
-    key: arrays.Key,
-    value: arrays.Value,
+    key: arrays.Key | Any,
+    value: arrays.Value | None = None,
     softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
     bias: arrays.Bias | None = None,
     *,
@@ -53,10 +55,14 @@ def ring_attention(
     in_specs: Sequence[PartitionSpec] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     layout: str = "contiguous",
+    balance: Literal["zigzag"] | None = None,
     strategy: Strategy = "ring",
+    max_distance: int | tuple[int | None, int | None] | None = None,
     precision: str | jax.lax.Precision | None = None,
     fused_backward: bool = False,
     return_lse: bool = False,
+    expand: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    expand_params: Any = None,
     backend: str | Sequence[str] | None = None,
     cfg: RingAttentionConfig | dict[str, Any] | None = None,
 ) -> Any:
@@ -115,14 +121,25 @@ def ring_attention(
         out_specs: The `PartitionSpec` of the output, which is that of the query, so it may always be left out. With
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
+        balance: "zigzag" computes in zigzag order although arrays are in contiguous order, so that a causal ring has
+            equal work on every rank. Ranks exchange half of each shard before attention, and of its output after.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (the ring if masks by position leave out keys; else "ulysses" if the ranks of the last axis divide
-            the key heads; else the ring).
+            "auto" (the ring if masks by position or `max_distance` leave out keys; else "ulysses" if the ranks of the
+            last axis divide the key heads and there is no `expand`; else the ring).
+        max_distance: Your promise that no query sees a key farther away in the sequence than this; one number, or
+            `(left, right)` as in `sliding_window`. The ring then leaves out hops and rows of keys beyond it, also with
+            segment ids and with positions of your own. It is no mask, and is not checked at run time: a query that
+            does see a farther key may silently lose it.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
             from run to run.
         return_lse: Also returns the natural logarithm of the denominator of the softmax.
+        expand: `(x, expand_params) -> (key, value)`, for each token by itself. Pass `x`, an array or a pytree of arrays
+            `[B, S, ...]`, in place of `key`, and no `value`: `x` travels, and each rank computes keys and values on
+            arrival, in the backward pass too. With strategy "ulysses", ranks expand before they exchange heads.
+        expand_params: A pytree of arrays that `expand` reads, differentiated like `x`. In your own `jax.shard_map`,
+            split it over the heads as you split the queries.
         backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
         cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
 
@@ -139,13 +156,33 @@ def ring_attention(
     given, config = options_in(locals()), RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
     given |= _held(mask_info, given) | {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     backend = config.backend_name if backend is None else backend
+    key, value, travelling = _expanded(key, value, expand, expand_params)
     mesh = mesh_of(mesh, given, (query, key, value))
     call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    if travelling and call.key.shape != key.shape:
+        fact = f"gives {key.shape[2]} heads on every rank, of which this rank's queries read {call.key.shape[2]}"
+        raise InputError("expand", fact, "Split expand_params over head_axis_name too")
+    call = dataclasses.replace(call, **travelling)
     if mesh is not None:
         return sharded(call, backend, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
         raise MeshError("in_specs and out_specs say how a mesh splits global arrays. Pass mesh= too")
     return answer(chosen(backend, call), call)
+
+
+def _expanded(key: Any, value: Any, expand: Any, params: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Key and value, and the fields of a `Call` for `expand`; then key and value serve for their shapes only."""
+    if expand is None:
+        if params is not None:
+            raise InputError("expand_params", "is given without expand", "Pass expand too")
+        if value is None:
+            raise InputError("value", "is missing", "Pass it, or expand, which computes key and value")
+        return key, value, {}
+    if value is not None:
+        raise InputError("value", "is given beside expand, which computes it", "Leave it out")
+    found, latents, leaves = expansion(expand, key, params)
+    key, value = jax.lax.stop_gradient(found(latents, found.narrowed(leaves)))
+    return key, value, {"expand": found, "latents": latents, "expand_params": leaves}
 
 
 def per_shard(backend: str) -> RingKernel:
@@ -188,6 +225,8 @@ def per_shard(backend: str) -> RingKernel:
         precision: str | jax.lax.Precision | None = None,
         return_lse: bool = False,
         strategy: str = "ring",
+        max_distance: int | tuple[int | None, int | None] | None = None,
+        balance: str | None = None,
     ) -> Any:
         """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
 

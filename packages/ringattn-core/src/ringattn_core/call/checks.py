@@ -225,6 +225,12 @@ def strategy(argument: str, x: Any, _: Sizes) -> str:
     return x
 
 
+def balance(argument: str, x: Any, _: Sizes) -> str | None:
+    if x not in (None, "zigzag"):
+        raise InputError(argument, f"got {x!r}", "Pass 'zigzag', or None to compute in the order of the layout")
+    return x
+
+
 def precision(argument: str, x: Any, _: Sizes) -> str | None:
     if x is None:
         return None

@@ -13,7 +13,7 @@ from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
-from ..errors import DerivativeError
+from ..errors import DerivativeError, InputError
 from ..placement.arrays import cleaned
 from ..placement.platforms import platform_of
 from ..strategies.run import run, settled
@@ -50,8 +50,11 @@ def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for a rank's call. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = dataclasses.replace(call, strategy=settled(registration, call))
+    if backend.kernel is None and call.balance:
+        fact = f"{call.balance!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
+        raise InputError("balance", fact, "Leave it out, or pass another backend")
     if backend.kernel is None:
-        result = _by_ring_kernel(implementation, with_parameters(registration, call))
+        result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))
     else:
         result = run(registration, call)
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)

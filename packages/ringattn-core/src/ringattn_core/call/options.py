@@ -68,6 +68,8 @@ OPTIONS: Final = (
     Option("precision", checks.precision, feature=Feature.PRECISION),
     Option("return_lse", checks.flag, feature=Feature.RETURN_LSE),
     Option("strategy", checks.strategy),
+    Option("max_distance", checks.window),
+    Option("balance", checks.balance),
 )
 ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None
@@ -87,7 +89,8 @@ def needs(call: Call) -> frozenset[Feature]:
     }
     found = {Feature[call.query.dtype.name.upper()], *(feature for feature, asked in of_operands.items() if asked)}
     found |= {row.feature for row in OPTIONS if row.feature is not None and not is_off(getattr(call, row.name))}
-    return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
+    layout = call.balance or call.layout
+    return frozenset(found | ({_LAYOUTS[layout]} if layout in _LAYOUTS else set()))
 
 
 def head_sizes(call: Call) -> tuple[int, int]:

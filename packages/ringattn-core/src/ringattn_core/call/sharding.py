@@ -17,9 +17,10 @@ from jaxtyping import Array, Float
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.wide import with_wide_gradient
-from ..errors import RingAttnError
+from ..errors import InputError, RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
+from ..placement.layout import pieces
 from ..placement.mesh import of_context
 from ..tuning import choice
 from .dispatch import answer, chosen, reverse_mode_only
@@ -28,14 +29,15 @@ from .options import ARRAYS
 from .shard_map import refuse_unnamed_axes
 from .tracked import within_tracked
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Any]
 Work = Callable[[Registration, Call], Any]
 """The computation that each rank runs on its shard: from a backend and a local call to the result."""
 
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
     """The `PartitionSpec` of every array of the call. Axes of size 1 that are broadcast are not split."""
-    return {name: roles.spec(ARRAYS[name], x.shape) for name, x in call.arrays.items()}
+    found = {name: roles.spec(ARRAYS[name], x.shape) for name, x in call.arrays.items()}
+    return found if call.expand is None else found | {"latents": roles.spec(arrays.KeyIds), "expand_params": P()}
 
 
 @reverse_mode_only()
@@ -69,12 +71,21 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     if axes.manual():
         refuse_unnamed_axes(call, around=True)
     ranks, parts = ranks_of(mesh, roles.sequence), ranks_of(mesh, roles.heads)
-    more = (-call.query.shape[1] % ranks, -call.key.shape[1] % ranks)
+    if call.expand is not None and parts > 1:
+        fact = f"gives all heads, but the mesh axes {roles.heads} split them"
+        remedy = "Call inside your own jax.shard_map that splits expand_params over them, or pass head_axis_name=()"
+        raise InputError("expand", fact, remedy)
+    chunks = ranks * pieces(call.balance or call.layout)
+    more = (-call.query.shape[1] % chunks, -call.key.shape[1] % chunks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
     if more != (0, 0) or copies > 1:
         # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
-        given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()}
+        given: dict[str, Any] = {
+            name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()
+        }
+        if call.latents is not None:
+            given["latents"] = [_over_explicit(x, mesh, whole.spec(arrays.KeyIds)) for x in call.latents]
         call = _padded(dataclasses.replace(call, **given), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
     return dataclasses.replace(call.with_shared_gradients(roles), **roles.names), roles
@@ -87,8 +98,10 @@ def over_shards(
 
     `split` has the specs of the arrays by name, and `outputs` those of the two results.
     """
-    placed = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
-    options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
+    placed: Arrays = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
+    for name in ("latents", "expand_params") if call.expand is not None else ():
+        placed[name] = [_placed(x, mesh, split[name]) for x in getattr(call, name)]
+    options = dataclasses.replace(call, **dict.fromkeys((*ARRAYS, "latents", "expand_params")))
     out_specs = outputs if call.return_lse else outputs[:1]
     shards = Shards(work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name))
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
@@ -176,11 +189,13 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         }
         call = dataclasses.replace(call, **ids)
     extra = {"T": queries, "S": keys, "S_global": keys, "t": queries}
-    grown = {}
+    grown: dict[str, Any] = {}
     for name, x in call.arrays.items():
         named = zip(arrays.letters(ARRAYS[name], x.ndim), x.shape, strict=True)
         whole = call.query.shape[1] != 1
         widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
         if any(width for _, width in widths):
             grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
+    if call.latents is not None:
+        grown["latents"] = [jnp.pad(x, [(0, 0), (0, keys), *[(0, 0)] * (x.ndim - 2)]) for x in call.latents]
     return dataclasses.replace(call, **grown)

@@ -33,7 +33,7 @@ def within_tracked(
     """
     over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(mesh.axis_names) - axes.manual())
-    floating = {name: spec for name, spec in in_specs.items() if ARRAYS[name].dtype is Float}
+    floating = {name: spec for name, spec in in_specs.items() if name not in ARRAYS or ARRAYS[name].dtype is Float}
 
     def forward(placed: Arrays) -> Any:
         structure = []

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
+import numpy as np
 
 from ..contract.call import Call
+from ..contract.visibility import bounds
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement import layout as layouts
@@ -29,7 +31,7 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     if ranks is not None:
         return call
     for name, length in zip(("query", "key"), sizes.lengths, strict=True):
-        layouts.refuse_indivisible(name, length, call.layout, sizes.lengths[0] // call.query.shape[1])
+        layouts.refuse_indivisible(name, length, call.balance or call.layout, sizes.lengths[0] // call.query.shape[1])
     roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
     return dataclasses.replace(call.with_shared_gradients(roles), axis_name=call.axis_name or None)
 
@@ -58,6 +60,10 @@ def fitted(
     if not dropout:
         options["dropout_seed"] = None
     call = Call(query=q, key=k, value=v, **options)
+    _refuse_broken_promise(call, sizes.lengths)
+    if call.balance is not None and call.layout != "contiguous":
+        fact = f"{call.balance!r} is for arrays in contiguous order, but layout={call.layout!r}"
+        raise InputError("balance", fact, "Leave balance out: the work is balanced in that layout")
     if ranks is None:
         refuse_different_devices(
             found | {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
@@ -144,3 +150,24 @@ def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Ar
             given, f"is given alone, but there are {q.shape[1]} queries and {k.shape[1]} keys", f"Pass {other} too"
         )
     found[other] = found[given]
+
+
+def _refuse_broken_promise(call: Call, lengths: tuple[int, int]) -> None:
+    """Raises if some query sees a key beyond `max_distance` by causality, window and chunk, and no array forbids it.
+
+    Queries after the last key are left out, as if there were none.
+    """
+    forbid = ("q_segment_ids", "q_positions", "kv_positions", "query_offset", "attention_mask", "mask_builder", "bias")
+    if call.max_distance is None or any(getattr(call, name) is not None for name in forbid):
+        return
+    last, positions = lengths[1] - 1, np.arange(min(lengths), dtype=np.int32)
+    low, high = bounds(call.rule, positions)
+    left = positions - (0 if low is None else low.clip(min=0))
+    right = (last if high is None else high.clip(max=last)) - positions
+    for side, promised, sees in zip(("left", "right"), call.max_distance, (left.max(), right.max()), strict=True):
+        if promised is not None and sees > promised:
+            raise InputError(
+                "max_distance",
+                f"promises {promised} on the {side}, but the masks let a query see a key {sees} tokens away there",
+                f"Pass at least {sees}, or the segment ids, positions or mask that forbid such keys",
+            )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..config import BwdParams, FwdParams
 from ..masks.builder import Built
 from ..placement import arrays
+from .expansion import Expansion
 from .rule import Rule
 from .signature import OF_CORE
 from .wide import with_wide_gradient
@@ -22,10 +23,14 @@ class Call:
     A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
-    `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
-    at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `wide`, which is no argument, names arrays that were converted to float32 so that their gradients are
-    summed in float32. Kernels get these arrays in the dtype of the queries (`narrowed`).
+    `cfg`. Sinks have a row for each head, windows and distances are pairs, axis names are tuples, segment ids come in
+    pairs or not at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis
+    splits the axis. With `balance` and layout "zigzag", shards are folded (`Shards.folded`). `wide`, which is no
+    argument, names arrays that were converted to float32 so that their gradients are summed in float32. Kernels get
+    these arrays in the dtype of the queries (`narrowed`).
+
+    With `expand`, the arrays in `latents` travel, and a rank computes keys and values from them on arrival. `key` and
+    `value` then serve for their shapes only, and XLA does not compute them.
     """
 
     query: arrays.Query
@@ -58,7 +63,12 @@ class Call:
     precision: str | None = None
     return_lse: bool = False
     strategy: str = "ring"
+    max_distance: tuple[int | None, int | None] | None = None
+    balance: str | None = None
     wide: tuple[str, ...] = ()
+    expand: Expansion | None = None
+    latents: list[jax.Array] | None = None
+    expand_params: list[jax.Array] | None = None
 
     def widened(self, **arrays: jax.Array) -> "Call":
         """The call with these float32 `arrays`, made by `with_wide_gradient`.
@@ -70,8 +80,14 @@ class Call:
         return dataclasses.replace(self, **arrays, wide=tuple(sorted({*self.wide, *wide})))
 
     def narrowed(self) -> "Call":
-        """The call as kernels read it: arrays named in `wide` are converted back to the dtype of the queries."""
-        return dataclasses.replace(self, **{name: getattr(self, name).astype(self.query.dtype) for name in self.wide})
+        """The call as kernels read it: arrays named in `wide` are converted back to the dtype of the queries.
+
+        The parameters of `expand` get the caller's dtypes again.
+        """
+        found: dict[str, Any] = {name: getattr(self, name).astype(self.query.dtype) for name in self.wide}
+        if self.expand is not None:
+            found["expand_params"] = self.expand.narrowed(self.expand_params)
+        return dataclasses.replace(self, **found)
 
     def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
         """The call with a float32 bias if several ranks share the bias, so that they add up its gradient in float32.
@@ -87,6 +103,18 @@ class Call:
         return self.widened(bias=with_wide_gradient(self.bias))
 
     @property
+    def travelling(self) -> Any:
+        """What a rank sends round the ring: keys and values, or the arrays from which `expand` computes them."""
+        return (self.key, self.value) if self.expand is None else self.latents
+
+    def expanded(self) -> "Call":
+        """The call with keys and values in place of the arrays from which `expand` computes them."""
+        if self.expand is None:
+            return self
+        key, value = self.expand(self.latents, self.expand.narrowed(self.expand_params))
+        return dataclasses.replace(self, key=key, value=value, expand=None, latents=None, expand_params=None)
+
+    @property
     def arrays(self) -> dict[str, Any]:
         """The arrays that the call has, by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
@@ -94,7 +122,7 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function (`RingKernel`)."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "wide")}
+        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, *INTERNAL)}
 
     @property
     def rule(self) -> Rule:
@@ -118,8 +146,17 @@ class Call:
 
     @property
     def rule_of_hops(self) -> Rule:
-        """The rule that decides which hops a ring makes. With a `query_offset`, which may be traced, it makes all."""
-        return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
+        """The rule by which a ring leaves out hops and rows of keys, on indices in the sequence in place of positions.
+
+        `max_distance` bounds it like a window. Positions of the caller's own, or with a `query_offset`, say nothing
+        about indices; `max_distance` is then the only bound.
+        """
+        rule, distances = self.rule, self.max_distance or (None, None)
+        if self.query_offset is not None or not rule.increasing:
+            return Rule(1.0, sliding_window=distances)
+        sides = zip(distances, self.sliding_window or (None, None), strict=True)
+        left, right = (min((x for x in side if x is not None), default=None) for side in sides)
+        return dataclasses.replace(rule, sliding_window=(left, right))
 
 
 def is_off(option: Any) -> bool:
@@ -143,5 +180,8 @@ ARRAYS: Final = (
     "dropout_seed",
 )
 """The fields of a call that are arrays."""
-_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in ARRAYS]
-jax.tree_util.register_dataclass(Call, data_fields=list(ARRAYS), meta_fields=_STATIC)
+INTERNAL: Final = ("wide", "expand", "latents", "expand_params")
+"""The fields of a call that are no arguments of a backend's own ring function."""
+_DATA = [*ARRAYS, "latents", "expand_params"]
+_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in _DATA]
+jax.tree_util.register_dataclass(Call, data_fields=_DATA, meta_fields=_STATIC)

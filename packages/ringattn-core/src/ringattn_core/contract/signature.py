@@ -56,10 +56,12 @@ class RingKernel(Protocol):
         precision: str | jax.lax.Precision | None = None,
         return_lse: bool = False,
         strategy: str = "ring",
+        max_distance: int | tuple[int | None, int | None] | None = None,
+        balance: str | None = None,
     ) -> Any: ...
 
 
-OF_CORE: Final = ("strategy",)
+OF_CORE: Final = ("strategy", "max_distance", "balance")
 """Parameters that a backend's own ring function does not get, because core acts on them before it calls a kernel."""
 
 

@@ -73,11 +73,15 @@ class Shards:
 
     In the striped layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring
     ranks with runs of one token form one such shard (`of_neighbours`).
+
+    In the zigzag layout, a rank holds a chunk and its mirror image: rank `r` the chunk `r`, or if `folded` (`balance`)
+    chunk `2r`, which it holds in contiguous order too.
     """
 
     layout: str
     count: int
     stripe: int = 1
+    folded: bool = False
 
     def indices(self, rank: Any, length: int) -> Int32[Array, " length"]:
         """The global index of each of the `length` tokens of `rank`; increasing in every layout.
@@ -115,7 +119,11 @@ class Shards:
 
     def _chunks(self, rank: Any) -> tuple[Any, ...]:
         """The numbers of the equal chunks of the sequence that `rank` holds, unless the layout is striped."""
-        return (rank, 2 * self.count - 1 - rank) if self.layout == "zigzag" else (rank,)
+        if self.layout != "zigzag":
+            return (rank,)
+        last = 2 * self.count - 1
+        first = (last - abs(last - 4 * rank)) // 2 if self.folded else rank  # the smaller of 2r and last - 2r
+        return first, last - first
 
     def _indices(self, rank: Any, step: Any, where: Any) -> Any:
         """The global index of each `step`, a token's number in the shard of `rank`; `where` is NumPy's or JAX's."""

@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the tokens of an array from natural order to the order of a layout, and back."""
 
+import math
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..errors import InputError
+from ..errors import InputError, MeshError
 from . import axes
 from .arrays import as_array
 from .layout import Shards, canonical, refuse_indivisible
+from .mesh import of_context
 
 
-def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
+def to_layout(
+    x: Any,
+    layout: str,
+    ring_size: int | None = None,
+    axis: int = 1,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: axes.AxisName = None,
+) -> Any:
     """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
 
     `from_layout` is the inverse. If the axis is split over `ring_size` devices, each token moves once, to its device.
@@ -24,29 +34,47 @@ def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
     Args:
         x: An array of NumPy or JAX with an axis of tokens: queries, keys, ids, positions, labels.
         layout: "zigzag" (or its other name "dual_chunk_swap"), "striped", or "contiguous", which changes nothing.
-        ring_size: The number of ranks of the ring.
+        ring_size: The number of ranks of the ring; by default that of `axis_name`.
         axis: The axis of tokens.
+        mesh: The mesh of `axis_name`, by default that of `jax.set_mesh`.
+        axis_name: The mesh axis, or axes, that split the axis of tokens: the ring. Name it under `jax.jit` with
+            automatic mesh axes: JAX does not tell how they split an array, and XLA may gather the whole sequence.
+            (In striped order, XLA still gathers what other automatic axes split.)
     """
-    return _reorder(x, layout, ring_size, axis, inverse=False)
+    return _reorder(x, layout, ring_size, axis, (mesh, axis_name), inverse=False)
 
 
-def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
+def from_layout(
+    x: Any,
+    layout: str,
+    ring_size: int | None = None,
+    axis: int = 1,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: axes.AxisName = None,
+) -> Any:
     """Reorders an axis back to natural order; the inverse of `to_layout`.
 
     Args:
         x: An array in the order of the layout.
         layout: As in `to_layout`.
-        ring_size: The number of ranks of the ring.
+        ring_size: The number of ranks of the ring; by default that of `axis_name`.
         axis: The axis of tokens.
+        mesh: As in `to_layout`.
+        axis_name: As in `to_layout`.
     """
-    return _reorder(x, layout, ring_size, axis, inverse=True)
+    return _reorder(x, layout, ring_size, axis, (mesh, axis_name), inverse=True)
 
 
-def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
+def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, axes.AxisName], inverse: bool) -> Any:
     layout = canonical(layout)
     x = x if isinstance(x, np.ndarray) else as_array("x", x)
-    if not _is_integer(ring_size) or ring_size < 1:
-        raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
+    mesh, over = _ring_of(*ring, x)
+    ranks = math.prod(mesh.shape[name] for name in over) if over else ring_size
+    ring_size = ranks if ring_size is None else ring_size
+    if not _is_integer(ring_size) or ring_size < 1 or ring_size != ranks:
+        remedy = f"Pass {ranks}, the ranks of axis_name={over}" if over else "Pass the number of ranks, 1 or more"
+        raise InputError("ring_size", f"got {ring_size!r}", remedy)
     if not _is_integer(axis) or not -x.ndim <= axis < x.ndim:
         raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
     if layout == "contiguous":
@@ -56,37 +84,53 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> A
     index = np.argsort(index, kind="stable") if inverse else index
     if isinstance(x, np.ndarray):
         return np.take(x, index, axis)
-    return _of_shards(x, layout, ring_size, axis % x.ndim, inverse, index)
+    axis %= x.ndim
+    mesh, spec = _sharding_of(x, axis, mesh, over)
+    over, length = axes.names(spec[axis]), x.shape[axis] // ring_size
+    split = over and math.prod(mesh.shape[name] for name in over) == ring_size
+    if not split or (layout == "striped" and length % ring_size):
+        return _taken(x, index, axis, mesh, spec)
+    exchange = _zigzag if layout == "zigzag" else _striped
+
+    def local(x: jax.Array) -> jax.Array:
+        return exchange(x, over, ring_size, axis, inverse)
+
+    named = {name for entry in spec for name in axes.names(entry)} - axes.manual()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=named))(x)
 
 
 def _is_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, index: np.ndarray) -> jax.Array:
-    """The tokens in the order of `index`. If the axis is split over the ring, its devices exchange them."""
-    mesh, spec = _sharding_of(x)
-    over = axes.names(spec[axis])
-    length = x.shape[axis] // ranks
-    if not over or np.prod([mesh.shape[name] for name in over]) != ranks or (layout == "striped" and length % ranks):
-        return _taken(x, index, axis, mesh, spec)
-    exchange = _zigzag if layout == "zigzag" else _striped
-
-    def local(x: jax.Array) -> jax.Array:
-        return exchange(x, over, ranks, axis, inverse)
-
-    free = set(mesh.axis_names) - axes.manual()
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=free))(x)
+def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[str, ...]]:
+    """The mesh and the axes that split the tokens of `x`, as the caller says, or `(None, ())`."""
+    over = axes.names(axis_name)
+    if mesh is None and not over:
+        return None, ()
+    mesh = of_context(jax.sharding.get_abstract_mesh() if mesh is None else mesh, x)
+    known = [name for name in mesh.axis_names if name not in axes.manual()]
+    if not over or not {*over} <= {*known}:
+        listed = ", ".join(map(repr, known))
+        raise MeshError(f"axis_name={axis_name!r} does not name axes of the mesh, which are {listed}. Name the ring")
+    return mesh, over
 
 
-def _sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the spec of an array. Under `jax.jit`, JAX knows the explicit axes only."""
+def _sharding_of(x: jax.Array, axis: int, mesh: Any, over: tuple[str, ...]) -> tuple[Any, list[Any]]:
+    """The mesh and the spec of an array, with the axes `over` of `mesh` for its `axis` if they are automatic.
+
+    Under `jax.jit`, JAX knows the explicit axes only.
+    """
     known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-    spec = tuple(known.spec) if isinstance(known, NamedSharding) else ()
-    return getattr(known, "mesh", None), (*spec, *[None] * (x.ndim - len(spec)))
+    spec = [*known.spec] if isinstance(known, NamedSharding) else []
+    spec += [None] * (x.ndim - len(spec))
+    kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if not over or any(kinds[name] != AxisType.Auto for name in over):
+        return getattr(known, "mesh", None), spec
+    return mesh, [*spec[:axis], over, *spec[axis + 1 :]]
 
 
-def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: tuple[Any, ...]) -> jax.Array:
+def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: list[Any]) -> jax.Array:
     """The tokens of `x` in the order of `index`, sharded like `x`. All-gathers tokens that explicit axes split."""
     tokens = (*[slice(None)] * axis, index)
     if mesh is None or mesh.empty:

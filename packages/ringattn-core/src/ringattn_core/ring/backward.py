@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..contract import batching, ordering, packing
 from ..contract.call import ARRAYS, Call
+from ..contract.expansion import Expansion
 from ..contract.static_masks import wants_static_masks
 from ..placement.arrays import cleaned
 from . import whole_keys
@@ -21,11 +22,12 @@ from .sends import KV, after, after_on_cpu, packed, sent, total
 
 
 class Sums(NamedTuple):
-    """Gradients summed over the hops so far, `None` before the first: kernels add to `dq`, core to the other two."""
+    """Gradients summed over the hops so far, `None` before the first: kernels add to `dq`, core to the others."""
 
     dq: jax.Array | None = None
     dbias: jax.Array | None = None
     dslopes: jax.Array | None = None
+    dparams: list[jax.Array] | None = None
 
 
 Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
@@ -38,7 +40,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
     call, location, raw = kept.call, kept.location, dout
     dout, delta = _dout_and_delta(kept, dout, dlse)
-    kernel, own = batching.backward(ring.kernel), KV((call.key, call.value))
+    kernel, own = batching.backward(ring.kernel), KV(call.travelling)
     travel = bool(ring.levels) or ring.gathers
     summed_over_ranks = {*call.wide} - ({"bias"} if bias_fixed else set())
     of_block = {"bias_fixed": bias_fixed, "final": not travel and not summed_over_ranks}
@@ -59,16 +61,20 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
             dslopes += sums.dslopes
         return KV(dkv, kv.start), Sums(new.dq, dbias, dslopes)
 
-    body: Body = one_block
+    body: Body = one_block if ring.expand is None else expanded(ring.expand, call.expand_params, one_block)
     for level in ring.levels:
         body = around(level, body)
     if ring.gathers:
         body = whole_keys.backward(ring, location, body)
     # The first send waits for the raw `dout`, and so for the forward pass; arrays derived from `dout` are ready later.
     dkv, sums = body(after(own, raw) if travel else own, 0, Sums())
+    gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(kept, delta)}
+    gradients |= {"bias": sums.dbias, "alibi_slopes": sums.dslopes}
+    if ring.expand is not None:
+        dlatents = [dx if dx is None else dx.astype(x.dtype) for dx, x in zip(dkv.arrays, call.travelling, strict=True)]
+        return dataclasses.replace(_cotangents(call, gradients), latents=dlatents, expand_params=sums.dparams)
     dk, dv = dkv.pair(call.query.shape[-1])
-    gradients = {"query": sums.dq, "key": dk, "value": dv, "softmax_aux": _sink_gradients(kept, delta)}
-    return _cotangents(call, gradients | {"bias": sums.dbias, "alibi_slopes": sums.dslopes})
+    return _cotangents(call, gradients | {"key": dk, "value": dv})
 
 
 def around(level: Level, body: Body) -> Body:
@@ -103,6 +109,27 @@ def around(level: Level, body: Body) -> Body:
         return functools.reduce(total, home, dkv), sums
 
     return loop
+
+
+def expanded(expand: Expansion, params: Any, body: Body) -> Body:
+    """Calls `body` with the keys and values that `expand` computes from the arrays that are here.
+
+    Returns the gradients of these arrays in place of `dk` and `dv`, and adds those of the parameters to `sums`. The
+    gradient of an array of integers is `None`.
+    """
+
+    def on_arrival(latents: KV, offset: Any, sums: Sums) -> tuple[KV, Sums]:
+        pair, pull = jax.vjp(expand, latents.arrays, params)
+        dkv, new = body(KV(pair, latents.start), offset, sums)
+        of_latents, of_params = pull(tuple(dx.astype(x.dtype) for dx, x in zip(dkv.arrays, pair, strict=True)))
+        dlatents, dparams = (
+            [None if dx.dtype == jax.dtypes.float0 else dx.astype(jnp.float32) for dx in gradients]
+            for gradients in (of_latents, of_params)
+        )
+        dparams = dparams if sums.dparams is None else jax.tree.map(jnp.add, sums.dparams, dparams)
+        return KV(dlatents, latents.start), new._replace(dparams=dparams)
+
+    return on_arrival
 
 
 def _dout_and_delta(kept: Residuals, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..contract.call import Call
+from ..contract.expansion import Expansion
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_static_masks
 from ..placement.layout import Shards
@@ -27,6 +28,8 @@ class Ring:
     """How keys are sharded: like queries, or one shard in natural order if each rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
     """The loops of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
+    expand: Expansion | None = None
+    """How a rank computes keys and values from the arrays that travel in their place."""
 
     @property
     def gathers(self) -> bool:
@@ -36,7 +39,7 @@ class Ring:
     @property
     def passes_on(self) -> bool:
         """Whether ranks pass keys on, packed in one array with values; a rank's own keys are then packed too."""
-        return any(not level.straight for level in self.levels)
+        return self.expand is None and any(not level.straight for level in self.levels)
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +73,8 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
     `call` has the segment ids and positions of the keys of all ranks.
     """
-    shard, length = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
+    shard = owner(ring, location, offset)
+    length = KV(call.travelling).length * (ring.queries.count // ring.keys.count)
     q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
     kv_index = _of_rows(kv, ring.keys.indices(shard, length)[None])
     query_offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)

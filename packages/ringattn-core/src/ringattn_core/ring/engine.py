@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a call on one rank with a block kernel: the ring as one differentiable function, a `custom_vjp`."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -29,6 +30,8 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
     consecutive tokens form a run in a shard of the striped layout.
     """
     ring, location = prepared(kernel, call, None, gathers, stripe)
+    if call.expand is not None:
+        call = dataclasses.replace(call, key=None, value=None)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
         # Replicated inputs are aligned, so that JAX sums their gradients.
@@ -45,7 +48,7 @@ def prepared(
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
-    shards = Shards(call.layout, math.prod(sizes), stripe)
+    shards = Shards(call.layout, math.prod(sizes), stripe, folded=call.balance is not None)
     lengths = call.query.shape[1], call.key.shape[1]
     location = Location(
         jnp.asarray(rank, jnp.int32),
@@ -56,8 +59,9 @@ def prepared(
         kernel,
         axis,
         queries=shards,
-        keys=Shards(call.layout, 1) if gathers else shards,
+        keys=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
         levels=() if gathers else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
+        expand=call.expand,
     )
     return ring, location
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from ..contract import batching
 from ..contract.call import Call
+from ..contract.expansion import Expansion
 from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import whole_keys
@@ -40,14 +41,14 @@ class Residuals:
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)` of this rank's queries and the keys of all ranks, and the residuals for the backward pass."""
     call = whole_keys.with_all_ids(ring, call.narrowed(), location)
-    kernel, own = batching.forward(ring.kernel), KV((call.key, call.value))
+    kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
     def one_block(kv: KV, offset: Any, partial: Partial | None) -> Partial:
         here = location.after_on_cpu(partial and partial.lse)
         visited = block(ring, call, here, kv, offset)
         return kernel(dataclasses.replace(visited, final=not ring.levels and call.softmax_aux is None), partial)
 
-    body: Body = one_block
+    body: Body = one_block if ring.expand is None else expanded(ring.expand, call.expand_params, one_block)
     for level in ring.levels:
         body = around(level, body)
     if ring.gathers:
@@ -73,6 +74,15 @@ def around(level: Level, body: Body) -> Body:
         return level.each(one_hop, (own, partial), level.forward)[1]
 
     return loop
+
+
+def expanded(expand: Expansion, params: Any, body: Body) -> Body:
+    """Calls `body` with the keys and values that `expand` computes from the arrays that are here."""
+
+    def on_arrival(latents: KV, offset: Any, partial: Partial | None) -> Partial:
+        return body(KV(expand(latents.arrays, params), latents.start), offset, partial)
+
+    return on_arrival
 
 
 def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:

@@ -164,14 +164,12 @@ def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
 def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
     """The offsets at which some query may see some key, each with the range of a shard's rows that some rank sees.
 
-    `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position and
-    `rule.increasing` is true. Segment ids leave out none, because they are known only at run time. If more than
-    `UNROLLED` hops remain, each has all rows of a shard.
+    `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position. Segment
+    ids leave out none, because they are known only at run time. If more than `UNROLLED` hops remain, each has all rows
+    of a shard.
     """
-    others, whole = range(1, shards.count), (0, lengths[1])
-    if not rule.increasing:
-        return dict.fromkeys((0, *others), whole)
-    others = [offset for offset in others if _visible(rule, shards, lengths, offset, 1).any()]
+    whole = (0, lengths[1])
+    others = [offset for offset in range(1, shards.count) if _visible(rule, shards, lengths, offset, 1).any()]
     if len(others) > UNROLLED:
         return dict.fromkeys((0, *others), whole)
     rows = {offset: _seen_rows(rule, shards, lengths, offset) for offset in others}

@@ -17,7 +17,7 @@ def remat_policy(offload: bool = False) -> Callable[..., Any]:
     """A policy for `jax.checkpoint` that keeps the output and the log-sum-exp of every ring, and nothing else.
 
     The backward pass of `jax.checkpoint(layer, policy=remat_policy())` computes the projections of the layer again, but
-    it neither runs the forward kernels again nor sends keys for them. (Only strategy "ulysses" exchanges heads again.)
+    it neither runs the forward kernels again nor sends keys for them. (Only "ulysses" and `balance` exchange again.)
     With `offload`, both arrays are kept in host memory (`pinned_host`). To keep more, join two policies
     by `jax.checkpoint_policies.save_from_both_policies`.
 

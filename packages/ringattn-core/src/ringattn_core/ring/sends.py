@@ -17,16 +17,24 @@ from .plan import Level, Send
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed in one array."""
+    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed in one array.
 
-    arrays: packing.Packed | tuple[jax.Array, jax.Array]
+    With `expand`, a list of the arrays that travel in place of keys and values.
+    """
+
+    arrays: Any
     start: int = dataclasses.field(default=0, metadata={"static": True})
     """The index of the first row in its shard; 0 for a whole shard."""
 
     @property
     def length(self) -> int:
         """The number of rows."""
-        return jax.tree.leaves(self.arrays)[0].shape[-3]
+        return jax.tree.leaves(self.arrays)[0].shape[self.tokens]
+
+    @property
+    def tokens(self) -> int:
+        """The axis of tokens of each array."""
+        return 1 if isinstance(self.arrays, (tuple, list)) else self.arrays.ndim - 3
 
     def pair(self, key_dim: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values apart; `key_dim` is the head size of the keys."""
@@ -49,7 +57,8 @@ def sent(level: Level, kv: KV | None, send: Send | None) -> KV | None:
         return None
     start, end = send.rows or (0, kv.length)
     if end - start < kv.length:
-        kv = KV(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, end, axis=x.ndim - 3), kv.arrays), start)
+        axis = kv.tokens
+        kv = KV(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, end, axis=axis), kv.arrays), start)
     return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(kv))
 
 
@@ -60,9 +69,10 @@ def total(dkv: KV, arriving: KV | None) -> KV:
     mine = dkv.arrays
     others = arriving.pair(mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
     start = arriving.start - dkv.start
+    rows = (*[slice(None)] * dkv.tokens, slice(start, start + arriving.length))
 
     def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        return x + y if x.shape == y.shape else x.at[..., start : start + y.shape[-3], :, :].add(y)
+        return x + y if x.shape == y.shape else x.at[rows].add(y)
 
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
 
@@ -83,7 +93,7 @@ def _tied(tie: Callable[..., Any], x: Any, done: Any) -> Any:
 
 def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:
     send = functools.partial(axes.permuted, axis=axis, pairs=pairs)
-    if x.dtype == jnp.float32:
+    if x.dtype.itemsize != 2:
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,22 +38,23 @@ def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callab
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
     """
 
-    def scatter(x: jax.Array) -> jax.Array:
-        in_rank_order = to_neighbours(x, ring.queries.layout, ring.queries.count, x.ndim - 3)
-        return axes.scattered_sum(in_rank_order, ring.axis, ring.queries.count, location.rank, x.ndim - 3)
+    def scatter(axis: int, x: jax.Array) -> jax.Array:
+        in_rank_order = to_neighbours(x, ring.keys.layout, ring.queries.count, axis)
+        return axes.scattered_sum(in_rank_order, ring.axis, ring.queries.count, location.rank, axis)
 
     def once(kv: KV, offset: int, sums: Any) -> tuple[KV, Any]:
         dkv, sums = body(_all_keys(ring, location, kv), offset, sums)
-        return jax.tree.map(scatter, dkv), sums
+        return jax.tree.map(functools.partial(scatter, dkv.tokens), dkv), sums
 
     return once
 
 
 def _all_keys(ring: Ring, location: Location, kv: KV) -> KV:
-    return jax.tree.map(lambda x: _whole(ring, location, x, x.ndim - 3), packed(kv))
+    kv = packed(kv)
+    return jax.tree.map(lambda x: _whole(ring, location, x, kv.tokens), kv)
 
 
 def _whole(ring: Ring, location: Location, x: jax.Array, axis: int) -> jax.Array:
     """The shards of all ranks along `axis`: in the order of the ranks, or in natural order if the ring gathers."""
     whole = axes.all_gathered(x, ring.axis, ring.queries.count, location.rank, axis)
-    return of_neighbours(whole, ring.queries.layout, ring.queries.count, axis) if ring.gathers else whole
+    return of_neighbours(whole, ring.keys.layout, ring.queries.count, axis) if ring.gathers else whole

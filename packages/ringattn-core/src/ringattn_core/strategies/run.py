@@ -14,7 +14,7 @@ from ..placement.layout import Shards
 from ..ring import engine
 from ..ring.plan import visits
 from ..tuning.choice import with_parameters
-from . import STRATEGIES, ulysses
+from . import STRATEGIES, balance, ulysses
 
 
 def settled(registration: Registration, call: Call) -> str:
@@ -46,9 +46,12 @@ def strategy_on(registration: Registration | None, call: Call, ranks: int, inner
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
     """Whether "auto" chooses "ulysses": if masks by position leave out no keys, and key heads divide evenly.
 
+    Not with `expand`, because "ulysses" exchanges the keys and values themselves.
+
     The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
     """
-    return inner > 1 and call.key.shape[2] % inner == 0 and not _leaves_out_keys(call, ranks)
+    divides = inner > 1 and call.key.shape[2] % inner == 0
+    return call.expand is None and divides and not _leaves_out_keys(call, ranks)
 
 
 def _leaves_out_keys(call: Call, ranks: int) -> bool:
@@ -83,6 +86,7 @@ def run(registration: Registration, call: Call) -> Any:
     exchanged = call.strategy == "ulysses"
     stripe = axes.size("axis_name", (call.axis_name or ())[-1:]) if exchanged else 1
     result = engine.run(registration.implementation(), moved, gathers=call.strategy == "all_gather", stripe=stripe)
+    result = balance.unfolded(moved, result) if call.balance else result
     if exchanged:
         return ulysses.by_tokens(call, result)
     return result if call.return_lse else result[0]
@@ -94,5 +98,6 @@ def tuned_as(call: Call) -> Call:
 
 
 def _that_runs(call: Call) -> Call:
-    """The call that the engine runs; with "ulysses", the call after ranks exchanged heads for tokens."""
-    return ulysses.by_heads(call) if call.strategy == "ulysses" else call
+    """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
+    moved = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
+    return balance.folded(moved) if call.balance else moved

@@ -68,7 +68,7 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 
 def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """The array `x` of the call with this rank's share of heads and all tokens of the group, if it has such axes."""
-    heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
+    heads, tokens = (axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
     layout = call.layout
     if tokens is None and heads is not None:
         share = x.shape[heads] // ranks
@@ -94,7 +94,7 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
 
 
-def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
+def axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
     """The number of the axis of `x` with one of these letters; `None` if it has none, or broadcasts over that axis.
 
     An axis `t` of length 1 does not broadcast if the shard has only one query.

@@ -16,7 +16,8 @@ import jax
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
-from ..contract.call import Call, is_off
+from ..contract.call import INTERNAL, Call, is_off
+from ..contract.signature import OF_CORE
 from ..masks.builder import Built
 from ..placement.platforms import device_of, platform_of
 
@@ -100,7 +101,9 @@ def tunable(registration: Registration) -> bool:
     return hasattr(registration.implementation(), "candidate_configs")
 
 
-UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", "strategy", "wide")
+UNSEEN: Final = (
+    "softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", *OF_CORE, *INTERNAL
+)  # fmt: skip
 """The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",

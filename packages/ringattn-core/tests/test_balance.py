@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`balance="zigzag"` gives contiguous arrays the results of the oracle, and every rank of a causal ring equal work."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ringattn_conformance import oracle
+from ringattn_core import Backend, Feature, per_shard, ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.errors import InputError
+from ringattn_core.placement.layout import Shards
+
+B, T, N, K, H = 2, 48, 4, 2, 8
+SHAPES = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
+QUERY, KEY, VALUE, DOUT = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(SHAPES))
+IDS = np.sort(np.random.default_rng(0).integers(-1, 3, (B, T))).astype(np.int32)
+BIAS = jax.random.normal(jax.random.key(9), (1, N, T, T))
+SEEN = np.random.default_rng(1).random((B, 1, T, T)) < 0.8
+EVERY: dict[str, Any] = {"q_segment_ids": IDS, "bias": BIAS, "attention_mask": SEEN, "sliding_window": (20, 0)}
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh_of(kind: str = "automatic", **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(KINDS[kind],) * len(axes))
+
+
+def gradients(attend: Any, bias: jax.Array, dout: jax.Array, *operands: jax.Array) -> Any:
+    out, pull = jax.vjp(attend, bias, *operands)
+    return out, *pull(dout)
+
+
+def agrees(got: Any, length: int = T, **options: Any) -> None:
+    """Whether the output and the gradients of bias, query, key and value are those of the oracle."""
+    q, k, v, dout = (np.asarray(x[:, :length]) for x in (QUERY, KEY, VALUE, DOUT))
+    wanted = oracle.attend(oracle.Problem(q, k, v, causal=True, **options), dout)
+    np.testing.assert_allclose(got[0], wanted.out, atol=2e-5)
+    names = ("dbias", "dq", "dk", "dv") if "bias" in options else (None, "dq", "dk", "dv")
+    for name, x in zip(names, got[1:], strict=True):
+        if name is not None:
+            np.testing.assert_allclose(x, wanted.gradients[name], atol=5e-5 * max(1, np.abs(x).max()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "length"),
+    [(1, "automatic", 48), (2, "explicit", 48), (3, "automatic", 46), (4, "automatic", 48), (8, "explicit", 48)],
+)
+def test_a_causal_ring_computes_what_it_computes_in_contiguous_order(ranks: int, kind: str, length: int) -> None:
+    """A length that the ring does not divide into two chunks a rank is padded."""
+    options: dict[str, Any] = {"causal": True, "balance": "zigzag", "mesh": mesh_of(kind, sp=ranks), "axis_name": "sp"}
+    operands = [x[:, :length] for x in (DOUT, QUERY, KEY, VALUE)]
+    agrees(jax.jit(lambda *x: gradients(lambda _, *x: ring_attention(*x, **options), *x))(BIAS, *operands), length)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "axis"),
+    [
+        ("ring", "explicit", ("outer", "inner")),
+        ("ulysses", "automatic", ("inner", "outer")),
+        ("all_gather", "explicit", ("outer", "inner")),
+    ],
+)
+def test_all_arrays_of_tokens_follow_with_every_strategy(strategy: str, kind: str, axis: tuple[str, ...]) -> None:
+    mesh = mesh_of(kind, dp=2, inner=2, outer=2)
+    options: dict[str, Any] = {"causal": True, "mesh": mesh, "axis_name": axis, "strategy": strategy}
+
+    def attend(bias: Any, *x: Any) -> Any:
+        return ring_attention(*x, **EVERY | {"bias": bias}, balance="zigzag", **options)
+
+    got = jax.jit(lambda *x: gradients(attend, *x))(BIAS, DOUT, QUERY, KEY, VALUE)
+    agrees(got, q_segments=IDS, kv_segments=IDS, bias=np.asarray(BIAS), seen=SEEN, window=(20, 0))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_ones_own_shard_map_and_with_the_log_sum_exp(check_vma: bool) -> None:
+    mesh, spec = mesh_of(sp=4), P(None, "sp")
+
+    def local(*x: Any) -> Any:
+        ids = jnp.zeros(x[0].shape[:2], jnp.int32)  # the same on all ranks
+        return ring_attention(
+            *x, causal=True, q_segment_ids=ids, axis_name="sp", balance="zigzag", return_lse=True, dropout_prob=0.3,
+            dropout_seed=3,
+        )  # fmt: skip
+
+    specs = (spec, P(None, None, "sp"))
+    split = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=specs, check_vma=check_vma)
+
+    def whole(*x: Any) -> Any:
+        return ring_attention(*x, causal=True, return_lse=True, dropout_prob=0.3, dropout_seed=3)
+
+    for found, wanted in zip(split(QUERY, KEY, VALUE), whole(QUERY, KEY, VALUE), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+    def loss(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in f(*x)), (0, 1, 2)))
+
+    got, wanted = (loss(f)(QUERY, KEY, VALUE) for f in (split, whole))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), got, wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_each_rank_keeps_a_chunk_and_holds_its_mirror_image_too(ranks: int) -> None:
+    held = Shards("zigzag", ranks, folded=True).order(4 * ranks).reshape(ranks, 2, 2)
+    chunks = [[2 * rank, 2 * ranks - 1 - 2 * rank] for rank in range(ranks)]
+    np.testing.assert_array_equal(held[..., 0] // 2, np.sort(chunks, 1))
+    assert {int(x.sum()) for x in held.reshape(ranks, 4)} == {2 * (4 * ranks - 1)}
+
+
+def test_each_rank_sends_half_of_its_shards() -> None:
+    mesh = mesh_of(sp=4)
+    split = NamedSharding(mesh, P(None, "sp"))
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in (QUERY, KEY, VALUE)]
+
+    def sent(**options: Any) -> list[str]:
+        f = jax.jit(lambda *x: ring_attention(*x, causal=True, mesh=mesh, axis_name="sp", **options))
+        text = f.lower(*operands).compile().as_text() or ""
+        assert "all-gather" not in text and "all-reduce" not in text
+        return sorted(re.findall(r"= (\S+?)\{\S* collective-permute(?:-start)?\(", text))
+
+    exchanged = [f"f32[{B},{T // 8},{heads},{H}]" for heads in (N, N, K, K)]
+    assert sent(balance="zigzag") == sorted([*sent(layout="zigzag"), *exchanged])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another order": ({"balance": "striped"}, "balance: got 'striped'. Pass 'zigzag', or None"),
+    "another layout": (
+        {"balance": "zigzag", "layout": "striped"},
+        "balance: 'zigzag' is for arrays in contiguous order, but layout='striped'. Leave balance out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    options, told = REFUSED[name]
+    with pytest.raises(InputError, match=told):
+        ring_attention(QUERY, KEY, VALUE, causal=True, **options)
+
+
+def test_an_odd_shard_and_a_backend_with_its_own_ring_are_refused() -> None:
+    attend = per_shard("xla")
+    with pytest.raises(InputError, match=r"needs lengths that 8 divides, but query has 12\. Pad it to 16"):
+        jax.vmap(lambda x: attend(x, x, x, axis_name="sp", balance="zigzag"), axis_name="sp")(jnp.ones((4, 1, 3, 2, 8)))
+    own = Backend(name="own", api=1, platforms=("cpu",), features={*Feature}, ring="somewhere:else")
+    with (
+        discovery.registered(own, lambda query, key, value, **_: query),
+        pytest.raises(InputError, match="balance: 'zigzag' needs a kernel of one block, but backend 'own' drives"),
+    ):
+        ring_attention(QUERY, KEY, VALUE, causal=True, balance="zigzag", backend="own")

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With `expand`, what travels is not keys and values: results and gradients are those of expanding first."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ringattn_conformance import oracle
+from ringattn_core import from_layout, remat_policy, ring_attention, to_layout
+from ringattn_core.errors import InputError
+
+B, T, N, K, H, LATENT, ROPE = 2, 48, 4, 4, 8, 6, 2
+KEYS = jax.random.split(jax.random.key(0), 5)
+QUERY, DOUT = (jax.random.normal(key, (B, T, N, H)) for key in KEYS[:2])
+X = {"latent": jax.random.normal(KEYS[2], (B, T, LATENT)), "rope": jax.random.normal(KEYS[3], (B, T, ROPE))}
+PARAMS = {"key": jax.random.normal(KEYS[4], (LATENT, K, H - ROPE)), "value": jax.random.normal(KEYS[3], (LATENT, K, H))}
+
+
+def mla(x: Any, params: Any) -> tuple[jax.Array, jax.Array]:
+    """Multi-head latent attention: keys and values of all heads come from one latent vector of each token."""
+    key, value = (jnp.einsum("bsc,ckh->bskh", x["latent"], params[name]) for name in ("key", "value"))
+    rope = jnp.broadcast_to(x["rope"][:, :, None], (*key.shape[:3], x["rope"].shape[-1]))
+    return jnp.concatenate([key, rope], -1), value
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def agrees(attend: Any, layout: str = "contiguous", ranks: int = 1, **options: Any) -> None:
+    """Whether `attend(query, x, params)` and its gradients are those of the oracle, through `mla`."""
+    arrays = jax.tree.map(lambda a: to_layout(a, layout, ranks), (QUERY, X, DOUT))
+
+    @jax.jit
+    def run(query: Any, x: Any, dout: Any, params: Any) -> Any:
+        out, pull = jax.vjp(attend, query, x, params)
+        return out, *pull(dout)
+
+    out, dq, dx, dparams = run(*arrays, PARAMS)
+    out, dq, dx = jax.tree.map(lambda a: from_layout(a, layout, ranks), (out, dq, dx))
+    with jax.enable_x64(True):
+        as_double = jax.tree.map(lambda a: np.asarray(a, np.float64), (X, PARAMS))
+        (key, value), pull = jax.vjp(mla, *as_double)
+        problem = oracle.Problem(*(np.asarray(a, np.float64) for a in (QUERY, key, value)), causal=True, **options)
+        wanted = oracle.attend(problem, np.asarray(DOUT, np.float64))
+        of_x, of_params = pull(tuple(wanted.gradients[name] for name in ("dk", "dv")))
+    np.testing.assert_allclose(out, wanted.out, atol=2e-5)
+    for got, expected in zip(
+        jax.tree.leaves((dq, dx, dparams)), jax.tree.leaves((wanted.gradients["dq"], of_x, of_params)), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, atol=5e-5 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "kind", "options"),
+    [
+        (1, "contiguous", AxisType.Auto, {}),
+        (2, "striped", AxisType.Explicit, {}),
+        (3, "zigzag", AxisType.Auto, {}),
+        (4, "contiguous", AxisType.Explicit, {"sliding_window": (7, 0)}),
+        (4, "contiguous", AxisType.Auto, {"balance": "zigzag"}),
+        (4, "zigzag", AxisType.Explicit, {"strategy": "all_gather"}),
+        (4, "contiguous", AxisType.Auto, {"strategy": "ulysses"}),
+        (8, "zigzag", AxisType.Explicit, {}),
+    ],
+)
+def test_results_and_gradients_are_those_of_expanding_first(
+    ranks: int, layout: str, kind: AxisType, options: dict[str, Any]
+) -> None:
+    named: dict[str, Any] = {"mesh": mesh_of(kind, sp=ranks), "axis_name": "sp", "layout": layout, **options}
+
+    def attend(query: Any, x: Any, params: Any) -> Any:
+        return ring_attention(query, x, causal=True, expand=mla, expand_params=params, **named)
+
+    window = {"window": options["sliding_window"]} if "sliding_window" in options else {}
+    agrees(attend, layout, ranks, **window)
+
+
+def test_heads_are_split_and_a_ring_of_two_axes_is_checkpointed_in_a_shard_map() -> None:
+    mesh = mesh_of(tp=2, outer=2, inner=2)
+    ring, of_params = P(None, ("outer", "inner")), P(None, "tp")
+
+    def local(query: Any, x: Any, params: Any) -> Any:
+        return ring_attention(
+            query, x, causal=True, axis_name=("outer", "inner"), head_axis_name="tp", expand=mla, expand_params=params
+        )
+
+    split = P(None, ("outer", "inner"), "tp")
+    whole = jax.shard_map(local, mesh=mesh, in_specs=(split, ring, of_params), out_specs=split)
+    agrees(jax.checkpoint(whole, policy=remat_policy()))
+
+
+def test_lengths_that_the_ring_does_not_divide_are_padded() -> None:
+    options: dict[str, Any] = {"mesh": mesh_of(sp=4), "axis_name": "sp", "causal": True}
+    query, x = jax.tree.map(lambda a: a[:, :46], (QUERY, X))
+    got = jax.jit(lambda *a: ring_attention(*a, expand=mla, expand_params=PARAMS, **options))(query, x)
+    np.testing.assert_allclose(got, ring_attention(query, *mla(x, PARAMS), causal=True), atol=2e-5)
+
+
+def sent(f: Any, *x: Any) -> list[str]:
+    return re.findall(r"= (\S+?)\{\S* collective-permute(?:-start)?\(", jax.jit(f).lower(*x).compile().as_text() or "")
+
+
+USES: dict[str, tuple[Any, Any, list[str]]] = {
+    "multi-head latent attention": (X, mla, [f"f32[{B},12,{n}]" for n in (LATENT, ROPE)]),
+    "keys that are the values": (QUERY, lambda x, _: (x, x), [f"f32[{B},12,{N},{H}]"]),
+    "8 bits with scales": (
+        {"bits": (QUERY * 40).astype(jnp.int8), "scale": jnp.abs(QUERY[..., :1])},
+        lambda x, _: 2 * (x["bits"].astype(jnp.float32) * x["scale"],),
+        [f"s8[{B},12,{N},{H}]", f"f32[{B},12,{N},1]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_only_the_arrays_in_place_of_keys_and_values_travel(name: str) -> None:
+    x, expand, arrays = USES[name]
+    params, mesh = PARAMS if expand is mla else None, mesh_of(sp=4)
+    split = NamedSharding(mesh, P(None, "sp"))
+    placed = jax.device_put((QUERY, x), split)
+
+    def attend(query: Any, x: Any) -> Any:
+        options: dict[str, Any] = {"causal": True, "layout": "zigzag", "mesh": mesh, "axis_name": "sp"}
+        return ring_attention(query, x, expand=expand, expand_params=params, **options)
+
+    assert sorted(sent(attend, *placed)) == sorted(3 * arrays)
+    gradients = jax.grad(lambda *a: jnp.sin(attend(*a)).sum(), (0, 1), allow_int=True)
+    floats = [array for array in arrays if array.startswith("f32")]
+    assert sorted(sent(gradients, *placed)) == sorted(6 * arrays + 3 * floats)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one result": ({"expand": lambda x, p: x["latent"]}, r"expand: returned \(2, 48, 6\) for B, S = "),
+    "a function of one argument": ({"expand": lambda x: mla(x, PARAMS)}, "expand: cannot be called: TypeError: "),
+    "no function": ({"expand": 3}, "expand: cannot be called: TypeError: "),
+    "other tokens": (
+        {"expand": lambda x, p: tuple(a[:, 1:] for a in mla(x, PARAMS))}, r"expand: returned \(\(2, 47, 4, 8\), "
+    ),
+    "another dtype": (
+        {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))}, "key: has dtype bfloat16 but"
+    ),
+    "a value too": ({"expand": mla, "value": QUERY}, "value: is given beside expand, which computes it"),
+    "parameters alone": ({"value": QUERY}, "expand_params: is given without expand. Pass expand too"),
+    "an array of one axis": ({"expand": mla, "key": X | {"z": jnp.ones(3)}}, "key: has .*needs the axes B and S first"),
+    "split heads": (
+        {"expand": mla, "mesh": mesh_of(sp=2, tp=2), "axis_name": "sp"}, "expand: gives all heads, but the mesh axes"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    options, told = REFUSED[name]
+    with pytest.raises(InputError, match=told):
+        ring_attention(QUERY, **{"key": X, "expand_params": PARAMS, **options})
+
+
+def test_a_traced_array_that_is_no_argument_is_refused() -> None:
+    def attend(params: Any) -> Any:
+        return ring_attention(QUERY, X, expand=lambda x, _: mla(x, params)).sum()
+
+    with pytest.raises(InputError, match=r"reads a traced array of shape \(.*Pass it in"):
+        jax.grad(attend)(PARAMS)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`max_distance` leaves out hops and rows of keys; values and gradients are those of the oracle while it is true."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from ringattn_conformance import oracle
+from ringattn_core import MaskInfo, from_layout, ring_attention, to_layout
+from ringattn_core.call.validation import validated
+from ringattn_core.errors import InputError
+from ringattn_core.placement.layout import Shards
+from ringattn_core.ring.plan import visits
+from ringattn_core.strategies.run import strategy_on
+
+B, T, N, K, H = 2, 48, 4, 2, 8
+DOCUMENTS = [[5, 10, 3, 9, 10, 8], [10, 10, 10, 10]]
+INFO = MaskInfo.from_documents(DOCUMENTS, T, restart_positions=True)
+IDS, POSITIONS = (np.asarray(x) for x in (INFO.q_segment_ids, INFO.q_positions))
+FARTHEST = 9
+SHAPES = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
+QUERY, KEY, VALUE, DOUT = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(SHAPES))
+
+
+def mesh_of(ranks: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((ranks,), ("sp",), axis_types=(kind,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "kind"),
+    [
+        (1, "contiguous", AxisType.Auto),
+        (2, "contiguous", AxisType.Explicit),
+        (3, "zigzag", AxisType.Auto),
+        (4, "striped", AxisType.Explicit),
+        (8, "contiguous", AxisType.Auto),
+        (8, "zigzag", AxisType.Explicit),
+    ],
+)
+def test_values_and_gradients_of_packed_rows_with_positions_are_those_of_the_oracle(
+    ranks: int, layout: str, kind: AxisType
+) -> None:
+    """Ids and positions are traced. Positions restart, so that causality alone leaves out no hop."""
+    *operands, dout, ids, positions = (
+        to_layout(x, layout, ranks) for x in (QUERY, KEY, VALUE, DOUT, jnp.asarray(IDS), jnp.asarray(POSITIONS))
+    )
+
+    @jax.jit
+    def run(ids: Any, positions: Any, *operands: Any) -> Any:
+        def attend(*operands: Any) -> Any:
+            return ring_attention(
+                *operands, causal=True, q_segment_ids=ids, q_positions=positions, max_distance=(FARTHEST, 0),
+                mesh=mesh_of(ranks, kind), axis_name="sp", layout=layout,
+            )  # fmt: skip
+
+        out, pull = jax.vjp(attend, *operands)
+        return out, *pull(dout)
+
+    got = [from_layout(x, layout, ranks) for x in run(ids, positions, *operands)]
+    q, k, v, cotangent = (np.asarray(x) for x in (QUERY, KEY, VALUE, DOUT))
+    problem = oracle.Problem(
+        q, k, v, causal=True, q_segments=IDS, kv_segments=IDS, q_positions=POSITIONS, kv_positions=POSITIONS
+    )
+    wanted = oracle.attend(problem, cotangent)
+    np.testing.assert_allclose(got[0], wanted.out, atol=2e-5)
+    for name, x in zip(("dq", "dk", "dv"), got[1:], strict=True):
+        np.testing.assert_allclose(x, wanted.gradients[name], atol=5e-5 * max(1, np.abs(wanted.gradients[name]).max()))
+
+
+def rows(layout: str, **options: Any) -> dict[int, tuple[int, int]]:
+    """The rows that each hop of a ring of four sends, by how far they travel; ids and positions are not known."""
+    options = {"q_segment_ids": IDS, "max_distance": FARTHEST} | options
+    call = validated(QUERY, KEY, VALUE, layout=layout, ranks=1, **options)
+    return visits(call.rule_of_hops, Shards(layout, 4), (T // 4, T // 4))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "sent"),
+    [
+        ("contiguous", {}, {1: (3, 12), 3: (0, 9)}),
+        ("contiguous", {"causal": True}, {1: (3, 12)}),
+        ("contiguous", {"causal": True, "sliding_window": 4}, {1: (6, 12)}),
+        ("contiguous", {"causal": True, "q_positions": POSITIONS}, {1: (3, 12), 3: (0, 9)}),
+        ("contiguous", {"max_distance": (FARTHEST, 0), "q_positions": POSITIONS}, {1: (3, 12)}),
+        ("contiguous", {"max_distance": (FARTHEST, 0), "query_offset": 100}, {1: (3, 12)}),
+        ("zigzag", {"causal": True}, {1: (0, 6), 2: (3, 12), 3: (3, 12)}),
+        ("striped", {}, {1: (0, 12), 2: (0, 12), 3: (0, 12)}),
+    ],
+)
+def test_only_rows_within_the_distance_travel(
+    layout: str, options: dict[str, Any], sent: dict[int, tuple[int, int]]
+) -> None:
+    assert rows(layout, **options) == {0: (0, 12)} | sent
+
+
+def test_auto_takes_the_ring_where_the_distance_leaves_out_keys() -> None:
+    for options, strategy in (({}, "ulysses"), ({"max_distance": FARTHEST}, "ring")):
+        call = validated(QUERY, QUERY, QUERY, q_segment_ids=IDS, strategy="auto", ranks=1, **options)
+        assert strategy_on(None, call, 4, 4) == strategy
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "below a window": (
+        {"sliding_window": (7, 2), "max_distance": 5},
+        r"promises 5 on the left, but the masks let a query see a key 7 tokens away there\. Pass at least 7, or the",
+    ),
+    "below a chunk": ({"chunk_size": 8, "max_distance": 6}, "promises 6 on the left, .* a key 7 tokens away there"),
+    "of no mask": ({"max_distance": (None, 3)}, "promises 3 on the right, .* a key 47 tokens away there"),
+    "negative": ({"max_distance": -1}, "max_distance: got -1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_promise_that_cannot_be_true_is_refused(name: str) -> None:
+    options, told = REFUSED[name]
+    with pytest.raises(InputError, match=told):
+        ring_attention(QUERY, KEY, VALUE, **options)
+    ring_attention(QUERY, KEY, VALUE, chunk_size=8, max_distance=(7, 0))
