@@ -19,12 +19,12 @@ from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.axes import AxisName
 from ..placement.layout import pieces, refuse_indivisible
-from ..placement.mesh import of_context
+from ..placement.mesh import of_context, ranks_of
 from ..placement.platforms import refuse_different_devices
 from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
-from .mesh_roles import check_mesh, mesh_of, named_roles, ranks_of, refuse_indivisible_axes
+from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
 from .options import ARRAYS, named, options_in
 from .shard_map import refuse_sharded
 from .sharding import over_shards, sharded
