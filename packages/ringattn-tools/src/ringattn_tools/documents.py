@@ -74,11 +74,11 @@ class Packing:
         return ids
 
     def __str__(self) -> str:
-        even = sum(reached <= EVEN for reached in self.reached)
+        even, worst = sum(reached <= EVEN for reached in self.reached), max(self.reached)
         filled = sum(self.lengths) / (len(self.rows) * self.length)
         return (
             f"{len(self.lengths)} documents in {len(self.rows)} rows, {100 * filled:.1f}% full. In {even} rows the "
-            f"busiest of {self.ring} ranks has at most {EVEN} times the mean; in the worst, {max(self.reached):.2f} times"
+            f"busiest of {self.ring} ranks has at most {EVEN} times the mean; in the worst, {worst:.2f} times"
         )
 
 
