@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole call on one Hopper beside FlashAttention-3: its time over ours, forward and with gradients.
+"""A whole call on one Hopper beside its rivals: the time of the fastest rival over ours, forward and with gradients.
 
-`python call_rivals.py causal documents`, or no name for the cases of `workloads.py` and d192; `--list`
-names all. `interleaved.py` explains `sustained` and `burst`.
+`python call_rivals.py causal documents`, or no name for all cases; `--list` names them. The rivals are
+FlashAttention-3, which must be installed, and jax-linear-attention and cuDNN where they are installed and compute the
+case. `interleaved.py` explains `sustained` and `burst`.
 All programs are compiled before the first is timed, one after the other: Triton's compiler fails in several threads.
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -14,37 +16,61 @@ import jax
 from interleaved import TIMINGS, both_timings, report
 from measuring import TOLERANCES, Prepared, prepare, relative
 from rivals import OURS, RIVALS
-from workloads import CASES, SUITES, Shape, Workload
+from workloads import SUITES, Shape, Workload
 
-RIVAL: Final = "FlashAttention-3"
+NEEDED: Final = "FlashAttention-3"
+OTHERS: Final = (NEEDED, "jax-linear-attention", "cuDNN")
 UNORDERED: Final = "ours, unordered"
 MINE: Final = {"forward": (OURS,), "forward+backward": (OURS, UNORDERED)}
 """Our candidates in each part."""
 COLUMNS: Final = [(part, who, timing) for part, mine in MINE.items() for who in mine for timing in TIMINGS]
-ALL: Final = {name: case for name, case in SUITES["gpu"].items() if not case.decode} | {
+CASES: Final = {name: case for name, case in SUITES["gpu"].items() if not case.decode} | {
     "d192": Workload(Shape(2, 8192, 8, 8, 192))
 }
-DEFAULT: Final = (*CASES, "d192")
 Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
 """By part, timing and candidate."""
 
 
-def compiled(name: str) -> dict[str, dict[str, Prepared]]:
-    """Compiles ours and the rival for each part of a case. Raises if they compute different things."""
-    case, found = ALL[name], {}
+def compiled(name: str, others: Sequence[str]) -> dict[str, dict[str, Prepared]]:
+    """Compiles ours and the rivals for each part of a case. Leaves out a rival that fails or computes something else.
+
+    Raises if none is left.
+    """
+    case, found = CASES[name], {}
     for part in case.parts:
-        found[part] = {who: prepare(RIVALS["gpu"][who], case, part, 1) for who in (*MINE[part], RIVAL)}
-        right = found[part][RIVAL].results()
-        for who in MINE[part]:
-            apart = max(map(relative, found[part][who].results(), right))
-            if apart > TOLERANCES[case.shape.dtype]:
-                raise SystemExit(f"{name}, {part}: {who} differs from {RIVAL} by {apart:.1e}")
+        rivals = {}
+        for who in others:
+            rival = RIVALS["gpu"][who]
+            problem = rival.missing() or rival.why_not(case)
+            try:
+                rivals |= {} if problem else {who: prepare(rival, case, part, 1)}
+            except Exception as error:  # whatever a foreign kernel refuses
+                print(f"{name}, {part}: {who} fails: {str(error).splitlines()[0]}", file=sys.stderr)
+        mine = {who: prepare(RIVALS["gpu"][who], case, part, 1) for who in MINE[part]}
+        right = mine[OURS].results()
+        for who, other in [*rivals.items()]:
+            if (apart := max(map(relative, other.results(), right))) > TOLERANCES[case.shape.dtype]:
+                print(f"{name}, {part}: {who} differs by {apart:.1e}, and is left out", file=sys.stderr)
+                del rivals[who]
+        if not rivals:
+            raise SystemExit(f"{name}, {part}: no rival computes what ours does")
+        found[part] = mine | rivals
     return found
 
 
 def heading() -> str:
     names = [f"{part}{' unordered' if who == UNORDERED else ''}, {timing}" for part, who, timing in COLUMNS]
-    return "| " + " | ".join([f"{RIVAL}'s time over ours", *names]) + " |\n|" + "---|" * (1 + len(names))
+    return (
+        "| "
+        + " | ".join(["time of the best rival over ours", *names, "best rivals"])
+        + " |\n|"
+        + "---|" * (2 + len(names))
+    )
+
+
+def best(times: Mapping[str, float]) -> str:
+    """The fastest rival."""
+    return min((who for who in times if who in OTHERS), key=times.__getitem__)
 
 
 def row(name: str, seconds: Seconds) -> str:
@@ -52,13 +78,14 @@ def row(name: str, seconds: Seconds) -> str:
     cells = []
     for part, who, timing in COLUMNS:
         times = seconds.get(part, {}).get(timing)
-        cells.append("-" if times is None else f"{times[RIVAL] / times[who]:.2f}")
-    return "| " + " | ".join([name, *cells]) + " |"
+        cells.append("-" if times is None else f"{times[best(times)] / times[who]:.2f}")
+    fastest = {best(times): None for timings in seconds.values() for times in timings.values()}
+    return "| " + " | ".join([name, *cells, ", ".join(fastest)]) + " |"
 
 
-def measure(names: Sequence[str], rounds: int) -> None:
+def measure(names: Sequence[str], others: Sequence[str], rounds: int) -> None:
     """Prints the table, and all milliseconds after it."""
-    made = {name: compiled(name) for name in names}
+    made = {name: compiled(name, others) for name in names}
     raw = {}
     print(heading())
     for name, parts in made.items():
@@ -74,19 +101,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--list", action="store_true", help="print the names of all cases, and end")
+    parser.add_argument("--rivals", nargs="+", default=OTHERS, choices=OTHERS)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    names = asked.cases or list(DEFAULT)
-    unknown = [name for name in names if name not in ALL]
+    names = asked.cases or list(CASES)
+    unknown = [name for name in names if name not in CASES]
     if unknown or asked.list:
-        print("\n".join(ALL))
+        print("\n".join(CASES))
         raise SystemExit(f"there is no case {unknown[0]!r} among these" if unknown else 0)
     if jax.default_backend() != "gpu":
         raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
-    problem = next(filter(None, (RIVALS["gpu"][RIVAL].why_not(ALL[name]) for name in names)), None)
-    if problem is not None:
+    if problem := RIVALS["gpu"][NEEDED].why_not(CASES[names[0]]):
         raise SystemExit(problem)
-    measure(names, asked.rounds)
+    measure(names, asked.rivals, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ that file. `flash-attn3-jax` is taken where the other is not installed.
 import ctypes
 import functools
 import importlib.util
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ def why_not(case: Workload) -> str | None:
         return None
     if importlib.util.find_spec("flash_attn3_jax") is None:
         return f"FlashAttention-3 is not installed, and {VARIABLE} names no library"
-    return "the wheel flash-attn3-jax takes no such call" if case.document or case.sinks else None
+    return "the wheel flash-attn3-jax takes no such call" if case.documents or case.sinks else None
 
 
 def attend(case: Workload) -> Any:
@@ -65,26 +66,26 @@ def _attributes(case: Workload) -> dict[str, Any]:
         "window_size_left": np.int64(left),
         "window_size_right": np.int64(right),
     }
-    longest = np.int64(case.document)
-    return found | ({"max_seqlen": longest, "max_seqlen_k": longest} if case.document else {})
+    longest = np.int64(max(case.documents, default=0))
+    return found | ({"max_seqlen": longest, "max_seqlen_k": longest} if case.documents else {})
 
 
 def _starts(case: Workload) -> tuple[jax.Array, ...]:
     """Where documents start, of queries and of keys; nothing without documents."""
-    starts = jnp.arange(0, case.shape.tokens + 1, case.document or 1, dtype=jnp.int32)
-    return (starts, starts) if case.document else ()
+    starts = jnp.asarray([0, *itertools.accumulate(case.documents)], jnp.int32)
+    return (starts, starts) if case.documents else ()
 
 
 def forward(case: Workload, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp `[B, N, T]`, without sinks. The documents of a case lie in one batch row."""
     _register()
     batch, length, heads, _ = q.shape
-    shape, rows, target = q.shape, (batch, heads, length), "dew_flash3_mha_fwd"
-    if case.document:
+    shape, rows, target = (*q.shape[:3], v.shape[3]), (batch, heads, length), "dew_flash3_mha_fwd"
+    if case.documents:
         q, k, v = q[0], k[0], v[0]
         target = "dew_flash3_mha_varlen_fwd"
     scratch = (jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32), jax.ShapeDtypeStruct((1, 1, 1), jnp.float32))
-    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows[-q.ndim + 1 :], jnp.float32))
+    results = (jax.ShapeDtypeStruct(shape[-q.ndim :], q.dtype), jax.ShapeDtypeStruct(rows[-q.ndim + 1 :], jnp.float32))
     found = jax.ffi.ffi_call(target, (*results, *scratch))(q, k, v, *_starts(case), **_attributes(case))
     return found[0].reshape(shape), found[1].reshape(rows)
 
@@ -95,9 +96,9 @@ def backward(case: Workload, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ..
     batch, length, heads, _ = arrays[1].shape
     shapes = [x.shape for x in arrays[1:4]]
     target, sequences = "dew_flash3_mha_bwd", batch
-    if case.document:
+    if case.documents:
         arrays = [x[0] for x in arrays]
-        target, sequences = "dew_flash3_mha_varlen_bwd", length // case.document
+        target, sequences = "dew_flash3_mha_varlen_bwd", len(case.documents)
     scratch = jax.ShapeDtypeStruct((heads * (batch * length + 128 * (sequences + 1)),), jnp.float32)
     results = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[1:4]), scratch, scratch)
     found = jax.ffi.ffi_call(target, results)(*arrays, *_starts(case), **_attributes(case))

@@ -68,13 +68,14 @@ def seconds(workload: Workload, part: str, ring: int, rates: Rates) -> dict[str,
     """
     shape, size = workload.shape, jnp.dtype(workload.shape.dtype).itemsize
     operations = 1e12 * shape.tera(part, workload.share) / ring
-    keys = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_size // ring
-    queries = shape.batch * (1 if workload.decode else shape.tokens // ring) * shape.heads * shape.head_size
-    moved = (keys + 2 * queries) * size
+    both = shape.head_size + shape.values
+    keys = shape.batch * shape.tokens * shape.kv_heads * both // ring
+    queries = shape.batch * (1 if workload.decode else shape.tokens // ring) * shape.heads * both
+    moved = (keys + queries) * size
     sent = (ring - 1) * keys * size
     if part == "forward+backward":
         # Reads q, k, v, out and dout, and writes dq, dk and dv. dk and dv travel in float32, one hop more than keys.
-        moved += (2 * keys + 4 * queries) * size
+        moved += (2 * keys + 2 * queries) * size
         sent += (ring - 1) * keys * size + (ring * keys * 4 if ring > 1 else 0)
     found = {"operations": operations / rates.operations, "memory": moved / rates.memory}
     return found | ({"link": sent / rates.link} if rates.link and ring > 1 else {})

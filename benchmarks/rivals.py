@@ -17,7 +17,7 @@ from interleaved import Attention, ours
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import decode_attention
-from workloads import WORK, Workload
+from workloads import PARTS, Workload
 
 OURS: Final = "ours"
 LAYOUT: Final = "zigzag"
@@ -45,7 +45,7 @@ class Rival:
     """Whether it runs on one device."""
     rings: bool = False
     """Whether it runs on several devices. Workloads of rings have no other rivals."""
-    parts: tuple[str, ...] = tuple(WORK)
+    parts: tuple[str, ...] = PARTS
     module: str | None = None
     """The module without which it is not installed."""
     jax: bool = True
@@ -96,7 +96,9 @@ def _no_sinks(workload: Workload) -> str | None:
 
 
 def _cudnn(workload: Workload) -> str | None:
-    if workload.document or workload.shape.tokens % 64:
+    if workload.shape.value_size:
+        return "jax.nn takes no values of another head size"
+    if workload.documents or workload.shape.tokens % 64:
         return "it takes no documents, and only lengths that are multiples of 64"
     return _no_sinks(workload)
 
@@ -128,6 +130,31 @@ def _why_no_flash_attention_3(workload: Workload) -> str | None:
     if workload.decode:
         return "this benchmark calls it with as many queries as keys"
     return flash_attention_3.why_not(workload)
+
+
+def _linear_attention(workload: Workload, mesh: Mesh | None) -> Attention:
+    """jax-linear-attention's kernels in Mosaic, with the faster of its backward passes, whose bits do not repeat."""
+    from jla.ops.mosaic_gpu.attention import flash_attention  # pyright: ignore[reportMissingImports]
+
+    backward = "ranged" if workload.shape.value_size else "fused"
+    window = workload.window and workload.window[0] + 1
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+        return flash_attention(
+            query, key, value, sinks=sinks, segment_ids=workload.ids(), sliding_window=window, backward=backward
+        )
+
+    return attend
+
+
+def _why_no_linear_attention(workload: Workload) -> str | None:
+    shape = workload.shape
+    before_only = workload.window is not None and not workload.window[1]
+    if workload.decode or not (workload.causal or before_only) or shape.dtype == "float32":
+        return "it takes causal masks and half precision"
+    if (shape.head_size, shape.values) not in ((64, 64), (128, 128), (192, 128)):
+        return "it takes heads of 64 and 128, and of 192 with values of 128"
+    return None
 
 
 def _torch(workload: Workload, mesh: Mesh | None) -> Callable[..., Any]:
@@ -168,7 +195,7 @@ class Tensors:
 
 
 def _why_no_torch(workload: Workload) -> str | None:
-    if workload.window or workload.document:
+    if workload.window or workload.documents:
         return "its fused kernels take no windows and no documents"
     return _no_sinks(workload)
 
@@ -235,7 +262,7 @@ def _splash(workload: Workload, mesh: Mesh | None) -> Attention:
 
 def _why_no_splash(workload: Workload) -> str | None:
     shape = workload.shape
-    plain = workload.causal and not workload.document and not workload.window and shape.batch == 1
+    plain = workload.causal and not workload.documents and not workload.window and shape.batch == 1
     if workload.decode or not plain or shape.heads != shape.kv_heads or shape.tokens % TILE:
         return "this benchmark calls it causal, on one sequence, with equal heads"
     return _no_sinks(workload)
@@ -271,6 +298,7 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
         OURS: _OURS,
         "ours, unordered": _UNORDERED,
         "FlashAttention-3": Rival(_flash_attention_3, _why_no_flash_attention_3),
+        "jax-linear-attention": Rival(_linear_attention, _why_no_linear_attention, module="jla"),
         "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
         "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),
     },

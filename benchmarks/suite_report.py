@@ -55,12 +55,13 @@ def unit(run: dict[str, Any]) -> tuple[str, float]:
 def described(workload: Workload) -> str:
     shape = workload.shape
     heads = f"{shape.heads} heads" if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads} heads"
-    what = f"{shape.batch} x {shape.tokens} {'keys' if workload.decode else 'tokens'}, {heads} of {shape.head_size}"
+    size = f"{shape.head_size}" + (f", values of {shape.values}" if shape.value_size else "")
+    what = f"{shape.batch} x {shape.tokens} {'keys' if workload.decode else 'tokens'}, {heads} of {size}"
     mask = ["causal"] if workload.causal and not workload.decode else []
     if workload.window:
         mask.append(f"window of {workload.window[0] + 1}")
-    if workload.document:
-        mask.append(f"documents of {workload.document}")
+    if workload.documents:
+        mask.append(f"{len(workload.documents)} documents")
     if workload.sinks:
         mask.append("sinks")
     return ", ".join([what, shape.dtype, *mask])

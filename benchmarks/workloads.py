@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-WORK: Final = {"forward": 1.0, "forward+backward": 3.5, "decode": 1.0}
-"""The matrix products of each part, in units of those of the forward pass."""
+PARTS: Final = ("forward", "forward+backward", "decode")
 BOTH: Final = ("forward", "forward+backward")
 
 
@@ -21,21 +20,31 @@ class Shape:
     kv_heads: int
     head_size: int
     dtype: str = "bfloat16"
+    value_size: int | None = None
+    """The head size of the values, if it is not `head_size`."""
 
     def arrays(self, queries: int | None = None) -> tuple[jax.Array, ...]:
         """Query, key, value, and the cotangent of the output; `queries` query tokens, or as many as keys."""
         seeds = jax.random.split(jax.random.key(0), 4)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         lengths = (queries or self.tokens, self.tokens, self.tokens, queries or self.tokens)
+        sizes = (self.head_size, self.head_size, self.values, self.values)
         return tuple(
-            jax.random.normal(seed, (self.batch, length, count, self.head_size)).astype(self.dtype)
-            for seed, count, length in zip(seeds, heads, lengths, strict=True)
+            jax.random.normal(seed, (self.batch, *shape)).astype(self.dtype)
+            for seed, *shape in zip(seeds, lengths, heads, sizes, strict=True)
         )
+
+    @property
+    def values(self) -> int:
+        """The head size of the values."""
+        return self.value_size or self.head_size
 
     def tera(self, part: str, share: float) -> float:
         """Floating-point operations in units of 10^12, if queries see this share of the keys."""
-        square = 4 * self.batch * self.heads * self.tokens**2 * self.head_size
-        return square * share * WORK[part] / 1e12
+        square = self.batch * self.heads * self.tokens**2 * share / 1e12
+        # Forward: scores and output. Backward: scores again, their gradient from values, and dv, dq, dk.
+        forward, backward = 2 * (self.head_size + self.values), 2 * (3 * self.head_size + 2 * self.values)
+        return square * (forward + backward if part == "forward+backward" else forward)
 
 
 MAIN: Final = Shape(1, 16384, 16, 16, 128)
@@ -53,8 +62,8 @@ class Workload:
     shape: Shape
     causal: bool = True
     window: tuple[int, int] | None = None
-    document: int = 0
-    """The length of a document; 0 without documents."""
+    documents: tuple[int, ...] = ()
+    """The lengths of the documents of a sequence, which add up to its tokens; empty without documents."""
     sinks: bool = False
     parts: tuple[str, ...] = BOTH
     rings: tuple[int, ...] = (1,)
@@ -69,11 +78,13 @@ class Workload:
         """The visible pairs of a query and a key, in one sequence."""
         if self.decode:
             return self.shape.tokens
-        length = self.document or self.shape.tokens
-        before, after = self.window or (length, length)
-        index = np.arange(length)
-        later = 0 if self.causal else np.minimum(length - 1 - index, after)
-        return int((np.minimum(index, before) + 1 + later).sum()) * (self.shape.tokens // length)
+        tokens = self.shape.tokens
+        lengths = np.array(self.documents or (tokens,))
+        ends = np.repeat(np.cumsum(lengths), lengths)
+        earlier = np.arange(tokens) - (ends - np.repeat(lengths, lengths))
+        before, after = self.window or (tokens, tokens)
+        later = 0 if self.causal else np.minimum(ends - 1 - np.arange(tokens), after)
+        return int((np.minimum(earlier, before) + 1 + later).sum())
 
     @property
     def share(self) -> float:
@@ -89,9 +100,9 @@ class Workload:
 
         In a traced function the compiler does not see them, as in a training step, whose ids come with the data.
         """
-        if not self.document:
+        if not self.documents:
             return None
-        tokens = jnp.arange(self.shape.tokens, dtype=jnp.int32) // self.document
+        tokens = jnp.asarray(np.repeat(np.arange(len(self.documents), dtype=np.int32), self.documents))
         return jax.lax.optimization_barrier(jnp.broadcast_to(tokens, (self.shape.batch, self.shape.tokens)))
 
     def extras(self) -> tuple[jax.Array, ...]:
@@ -114,7 +125,7 @@ CASES: Final = {
     "d256": Workload(Shape(2, 8192, 8, 8, 256)),
     "short": Workload(Shape(8, 2048, 16, 16, 128)),
     "window": Workload(LONG, causal=False, window=(4096, 0)),
-    "documents": Workload(PACKED, document=2048),
+    "documents": Workload(PACKED, documents=(2048,) * 16),
     "ragged": Workload(dataclasses.replace(MAIN, tokens=16037)),
     "sinks": Workload(MAIN, sinks=True),
 }
@@ -122,6 +133,14 @@ CASES: Final = {
 
 LENGTHS: Final = "length"
 """The first word of the workloads that differ in length only; the plots against length are drawn from them."""
+
+
+def drawn(tokens: int, most: int) -> tuple[int, ...]:
+    """Lengths of documents of 1 to `most` tokens, drawn evenly, until a sequence of so many `tokens` is full."""
+    numbers, found = np.random.default_rng(0), []
+    while (rest := tokens - sum(found)) > 0:
+        found.append(min(rest, int(numbers.integers(1, most + 1))))
+    return tuple(found)
 
 
 def lengths(heads: int, kv_heads: int, head_size: int, dtype: str, tokens: tuple[int, ...]) -> dict[str, Workload]:
@@ -135,7 +154,11 @@ ON_A_GPU: Final = {
     "Gemma-3 27B, window 1024": Workload(Shape(1, 32768, 32, 16, 128), causal=False, window=(1023, 0)),
     "gpt-oss, sinks": Workload(Shape(1, 8192, 64, 8, 64), sinks=True),
     "gpt-oss, sinks, window 128": Workload(Shape(1, 8192, 64, 8, 64), sinks=True, causal=False, window=(127, 0)),
-    "documents of 2048": Workload(Shape(1, 32768, 32, 8, 128), document=2048),
+    "Qwen3, 64 heads on 4": Workload(Shape(1, 16384, 64, 4, 128)),
+    "8 heads on 1": Workload(Shape(1, 65536, 8, 1, 128)),
+    "DeepSeek, 192 and 128": Workload(Shape(1, 16384, 16, 16, 192, value_size=128)),
+    "documents of 2048": Workload(Shape(1, 32768, 32, 8, 128), documents=(2048,) * 16),
+    "documents of up to 8192": Workload(Shape(1, 65536, 32, 8, 128), documents=drawn(65536, 8192)),
     "prefill of 131072": Workload(Shape(1, 131072, 32, 8, 128), parts=("forward",)),
     "decode, cache of 131072": Workload(Shape(1, 131072, 32, 8, 128), parts=("decode",)),
     "decode, 32 caches of 8192": Workload(Shape(32, 8192, 32, 8, 128), parts=("decode",)),
@@ -152,7 +175,7 @@ ON_A_CPU: Final = {
     "Llama-3 70B": Workload(Shape(1, 512, 64, 8, 128, "float32")),
     "Gemma-3 1B, window 512": Workload(Shape(1, 2048, 4, 1, 256, "float32"), causal=False, window=(511, 0)),
     "gpt-oss, sinks": Workload(Shape(1, 1024, 64, 8, 64, "float32"), sinks=True),
-    "documents of 512": Workload(Shape(1, 2048, 8, 2, 128, "float32"), document=512),
+    "documents of 512": Workload(Shape(1, 2048, 8, 2, 128, "float32"), documents=(512,) * 4),
     "prefill of 8192": Workload(Shape(1, 8192, 4, 1, 128, "float32"), parts=("forward",)),
     "decode, cache of 32768": Workload(Shape(1, 32768, 32, 8, 128, "float32"), parts=("decode",)),
     **lengths(4, 1, 128, "float32", (512, 1024, 2048, 4096)),

@@ -119,12 +119,14 @@ def test_pairs_are_those_that_the_mask_shows(suite: Any):
     from workloads import Shape, Workload
 
     shape = Shape(1, 24, 1, 1, 8)
-    for options in ({"causal": False}, {}, {"document": 8}, {"causal": False, "window": (3, 0)}, {"window": (3, 2)}):
+    documents = {"documents": (9, 1, 14)}
+    for options in ({"causal": False}, {}, documents, {"causal": False, "window": (3, 0)}, {"window": (3, 2)} | documents):
         workload = Workload(shape, **options)
         ahead = np.arange(24)[:, None] - np.arange(24)[None]
         visible = (ahead >= 0) | (not workload.causal)
-        if workload.document:
-            visible &= np.arange(24)[:, None] // 8 == np.arange(24)[None] // 8
+        if workload.documents:
+            ids = np.repeat(np.arange(3), workload.documents)
+            visible &= ids[:, None] == ids[None]
         if workload.window:
             visible &= (ahead <= workload.window[0]) & (ahead >= -workload.window[1])
         assert workload.pairs == visible.sum(), options

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel is one operation of a JAX program: in a ring, with errors that name it, on a CPU or for a GPU."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import small_kernels
 from compile_reports import launches
 from jax.sharding import PartitionSpec as P
-from ringattn_triton.launch import compiling_for, launch
+from ringattn_triton.launch import compiled, compiling_for, disk_cache, launch
 from ringattn_triton.launch.compiled import compile_kernel
 from ringattn_triton.launch.target import capability, interpreting
 from triton.backends.compiler import GPUTarget
@@ -105,3 +107,30 @@ def test_a_kernel_compiles_for_an_amd_gpu_that_is_not_there(x, architecture):
     dtypes = tuple(x.dtype.name for x in (*operands, *call.outputs))
     made = compile_kernel(call, dtypes, GPUTarget("hip", architecture, 64))
     assert made.name == "added" and made.code[:4] == b"\x7fELF" and made.warps == 4
+
+
+def _compiled(x: jax.Array, target: GPUTarget) -> Any:
+    ((call, operands),) = launches(jax.make_jaxpr(added)(x, x).jaxpr)
+    return compile_kernel.__wrapped__(call, tuple(x.dtype.name for x in (*operands, *call.outputs)), target)
+
+
+@pytest.mark.parametrize("target", [GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)], ids=["cuda", "hip"])
+def test_a_kernel_is_compiled_once_for_all_processes(x, target, tmp_path, monkeypatch):
+    """Another source of this package, or a file that cannot be read, compiles it again."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    runs = []
+    monkeypatch.setattr(compiled, "_by_stages", lambda *asked, real=compiled._by_stages: runs.append(1) or real(*asked))
+    made = _compiled(x, target)
+    assert _compiled(x, target) == made and len(runs) == 1
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(file.read_text()[:-9])
+    assert _compiled(x, target) == made and len(runs) == 2
+    monkeypatch.setattr(disk_cache, "_sources", lambda: "other sources")
+    assert _compiled(x, target) == made and len(runs) == 3
+    assert _compiled(x, target) == made and len(runs) == 3
+
+
+def test_a_kernel_compiles_without_a_disk(x, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    assert _compiled(x, GPUTarget("cuda", 90, 32)).name == "added"

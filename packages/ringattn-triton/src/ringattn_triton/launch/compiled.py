@@ -6,7 +6,7 @@ import math
 import tempfile
 import zlib
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,11 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..kernels.parameters import by_parameter, paths
+from .disk_cache import Compiled, kept
 from .kernel_call import KernelCall
 
 _KIND: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32", "uint32": "u32"}
 _ALIGNED: Final = 16
-
-
-class Compiled(NamedTuple):
-    """A compiled kernel, and what its launch needs.
-
-    `code` is PTX for NVIDIA GPUs, and a code object for AMD GPUs. `shared` and `scratch` are how many bytes of shared
-    and of global memory each program needs.
-    """
-
-    name: str
-    code: Any
-    warps: int
-    shared: int
-    scratch: int
 
 
 def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capability: int | None) -> list[jax.Array]:
@@ -77,10 +64,7 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
 
 @functools.cache
 def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget) -> Compiled:
-    """Compiles the kernel of a launch by Triton's compiler stages; `dtypes` are those of operands, then of outputs.
-
-    On NVIDIA GPUs the last stage gives PTX, which XLA assembles for the driver that XLA finds.
-    """
+    """Compiles the kernel of a launch, or loads it from disk; `dtypes` are those of operands, then of outputs."""
     names, fixed = call.kernel.arg_names, dict(call.constants)
     pointers = by_parameter([name for name in names if name not in fixed], (f"*{_KIND[x]}" for x in dtypes))
     signature = {name: "constexpr" if name in fixed else pointers[name] for name in names}
@@ -93,6 +77,11 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
         # CUDA 12.8 and 12.9 assemble these versions of PTX. Triton's default may be too new for the assembler of XLA.
         asked |= {"maxnreg": call.registers, "ptx_version": 87 if int(target.arch) < 100 else 88}
     options = backend.parse_options(asked)
+    return kept(source, backend, options, lambda: _by_stages(source, backend, options, target))
+
+
+def _by_stages(source: Any, backend: Any, options: Any, target: GPUTarget) -> Compiled:
+    """Runs Triton's compiler stages. On NVIDIA GPUs the last one gives PTX, which XLA assembles for its driver."""
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
