@@ -141,6 +141,9 @@ def test_a_batch_is_placed_in_layout_order_with_what_follows_from_tokens_and_doc
 def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
     np.testing.assert_array_equal(shift(X, 2, segment_ids=IDS), moved(X, 2, IDS).astype(np.float32))
     assert int(shift(IDS, 60, fill=-1).max()) == -1
+    by_rows = jax.device_put(np.tile(X, (4, 1, 1)), NamedSharding(mesh_of("automatic", sp=8), P("sp")))
+    found = shift(by_rows, 2, mesh=by_rows.sharding.mesh, axis_name="sp")  # the ring splits another axis before
+    np.testing.assert_array_equal(found[:B], moved(X, 2, None).astype(np.float32))
     with jax.set_mesh(mesh_of("explicit", sp=8)):
         np.testing.assert_array_equal(shift(X, 2, axis_name="sp"), moved(X, 2, None).astype(np.float32))
     np.testing.assert_array_equal(write_cache(X, X[:, :1], jnp.array([T - 1]))[:, -1], X[:, 0])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model needs beside attention where a ring splits its tokens: other tokens of a rank's neighbours, entries of a
-cache, and a batch in layout order.
-"""
+"""What layers beside attention need of a ring: tokens of neighbours, entries of a cache, a batch in layout order."""
 
 import dataclasses
 import functools
@@ -192,7 +190,7 @@ def _integer(argument: str, value: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The ring that splits the tokens of a call: its mesh axes, and the mesh, which is `None` if arrays are local."""
+    """The ring that splits the tokens of a call. `names` are its mesh axes; `mesh` is `None` if arrays are local."""
 
     names: tuple[str, ...]
     ranks: int
@@ -222,7 +220,7 @@ class _Ring:
             return work(self, *options, *arrays)
         known, spec = sharding_of(arrays[0])
         same = getattr(known, "abstract_mesh", known) == getattr(self.mesh, "abstract_mesh", self.mesh)
-        rows, _, *others = spec if same else (None,) * arrays[0].ndim
+        rows, _, *others = (entry if same and not {*axes.names(entry)} & {*self.names} else None for entry in spec)
         specs = tuple(
             P(*(rows, self.names if tokens else None, *others)[: x.ndim])
             for x, tokens in zip(arrays, split, strict=True)
@@ -282,8 +280,8 @@ def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.A
             rows, ranks = divmod(place, ring.ranks)
             sends = [(sender, (sender - ranks) % ring.ranks) for sender in range(ring.ranks)]
             sent = axes.permuted(x, ring.names, sends) if ranks else x
-            wraps = rank + ranks >= ring.ranks
-            found.append(jnp.where(wraps, jnp.roll(sent, -rows - 1, 1), jnp.roll(sent, -rows, 1)))
+            near, next_row = jnp.roll(sent, -rows, 1), jnp.roll(sent, -rows - 1, 1)
+            found.append(jnp.where(rank + ranks >= ring.ranks, next_row, near) if ranks else near)
         return found
     width, later = max(map(abs, places)), max(places) > 0
     runs = jnp.split(x, pieces(ring.layout), 1)
