@@ -65,7 +65,7 @@ def _is_integer(x: Any) -> bool:
 
 def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, index: np.ndarray) -> jax.Array:
     """The tokens in the order of `index`. If the axis is split over the ring, its devices exchange them."""
-    mesh, spec = sharding_of(x)
+    mesh, spec = _sharding_of(x)
     over = axes.names(spec[axis])
     length = x.shape[axis] // ranks
     if not over or np.prod([mesh.shape[name] for name in over]) != ranks or (layout == "striped" and length % ranks):
@@ -79,7 +79,7 @@ def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=free))(x)
 
 
-def sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
+def _sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
     """The mesh and the spec of an array. Under `jax.jit`, JAX knows the explicit axes only."""
     known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
     spec = tuple(known.spec) if isinstance(known, NamedSharding) else ()

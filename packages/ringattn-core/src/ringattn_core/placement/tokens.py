@@ -19,7 +19,7 @@ from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
 from .layout import Shards, canonical, pieces, refuse_indivisible
 from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes
-from .reorder import sharding_of, to_layout
+from .reorder import to_layout
 
 
 def shift(
@@ -218,9 +218,11 @@ class _Ring:
         """
         if self.mesh is None:
             return work(self, *options, *arrays)
-        known, spec = sharding_of(arrays[0])
-        same = getattr(known, "abstract_mesh", known) == getattr(self.mesh, "abstract_mesh", self.mesh)
-        rows, _, *others = (entry if same and not {*axes.names(entry)} & {*self.names} else None for entry in spec)
+        lead = arrays[0]
+        known: Any = jax.typeof(lead).sharding if isinstance(lead, jax.core.Tracer) else lead.sharding
+        same = isinstance(known, NamedSharding) and known.mesh.abstract_mesh == self.mesh.abstract_mesh
+        spec = (*(known.spec if same else ()), *[None] * lead.ndim)[: lead.ndim]
+        rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
         specs = tuple(
             P(*(rows, self.names if tokens else None, *others)[: x.ndim])
             for x, tokens in zip(arrays, split, strict=True)
