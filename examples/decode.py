@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ringattn_core import decode_attention, prefill_attention, ring_attention
+from ringattn_core import decode_attention, prefill_attention, ring_attention, write_cache
 
 HEADS, KEY_HEADS, HEAD_SIZE, WIDTH, VOCABULARY, WINDOW = 8, 2, 16, 64, 101, 48
 Weights = dict[str, jax.Array]
@@ -51,7 +51,7 @@ def prefill(mesh: Mesh, weights: Weights, cache: Cache, chunk: jax.Array, start:
     One program serves all chunks. The padding of shorter prompts comes after their tokens, which do not see it.
     """
     x, query, *new = projected(weights, chunk)
-    key, value = (jax.lax.dynamic_update_slice_in_dim(held, x, start, 1) for held, x in zip(cache, new, strict=True))
+    key, value = write_cache(cache, tuple(new), start + jnp.arange(chunk.shape[1]), mesh=mesh, axis_name="sp")
     lengths = jnp.full(chunk.shape[0], start + chunk.shape[1])
     out = prefill_attention(
         query, key, value, lengths, weights["sinks"], sliding_window=(WINDOW, 0), mesh=mesh, axis_name="sp"
@@ -63,8 +63,7 @@ def prefill(mesh: Mesh, weights: Weights, cache: Cache, chunk: jax.Array, start:
 def step(mesh: Mesh, weights: Weights, cache: Cache, token: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
     """Writes one token of each row to the cache, and returns the cache and the next token."""
     x, query, *new = projected(weights, token)
-    rows = jnp.arange(token.shape[0])
-    key, value = (held.at[rows, lengths].set(x[:, 0]) for held, x in zip(cache, new, strict=True))
+    key, value = write_cache(cache, tuple(new), lengths[:, None], mesh=mesh, axis_name="sp")
     out = decode_attention(
         query, key, value, lengths + 1, weights["sinks"], sliding_window=(WINDOW, 0), mesh=mesh, axis_name="sp"
     )

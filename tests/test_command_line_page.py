@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the page of the command line shows what the commands print."""
+"""Whether pages show what the commands print."""
 
 import os
 import re
@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CONSOLE = re.compile(r"^```console\n\$ (ringattn [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = CONSOLE.findall((ROOT / "docs" / "command-line.md").read_text())
+PAGES = ("command-line.md", "mixed-layers.md")
+SHOWN = [block for page in PAGES for block in CONSOLE.findall((ROOT / "docs" / page).read_text())]
 
 
 def printed(command: str, folder: Path) -> str:

@@ -206,10 +206,75 @@ class TestPrefill:
         assert "collective_permute" not in attend(8, 20) and "collective_permute" in attend(8, 18)
 
 
+def rolling(lengths: Any, room: int) -> np.ndarray:
+    """The position of the token in each entry of a rolling cache, in natural order; negative where there is none."""
+    last = np.asarray(lengths)[:, None] - 1
+    return last - (last - np.arange(room)) % room
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "kind"),
+    [
+        (1, "contiguous", AxisType.Auto),
+        (2, "striped", AxisType.Explicit),
+        (3, "zigzag", AxisType.Auto),
+        (4, "contiguous", AxisType.Explicit),
+        (8, "striped", AxisType.Auto),
+    ],
+)
+def test_a_rolling_cache_gives_what_the_whole_cache_gives(ranks: int, layout: str, kind: AxisType) -> None:
+    """A window of 13 needs 13 entries beside those of the chunk. A row of 3 tokens leaves the others empty."""
+    lengths, options = np.array([43, 3]), {"sliding_window": (13, 0), "alibi_slopes": SLOPES}
+    chunk, positions = np.asarray(CHUNK[:, : 6 if ranks == 3 else 8]), rolling(lengths, 24)
+    dout = np.asarray(jax.random.normal(jax.random.key(9), (*chunk.shape[:3], HV)))
+    wanted, empty = expected(chunk, lengths, dout, **options), (positions < 0)[:, :, None, None]
+
+    def entries(x: Any) -> np.ndarray:
+        return np.where(empty, 0, np.take_along_axis(np.asarray(x), np.maximum(positions, 0)[:, :, None, None], 1))
+
+    query, *caches, held = (to_layout(x, layout, ranks) for x in (chunk, entries(KEY), entries(VALUE), positions))
+    call: dict[str, Any] = over(mesh=mesh_of(kind, sp=ranks), layout=layout) | options
+
+    def attend(function: Any, query: Any, caches: Any, held: Any, **more: Any) -> Any:
+        return function(query, *caches, jnp.asarray(lengths), kv_positions=held, **call, **more)
+
+    step = jax.jit(functools.partial(attend, decode_attention))
+    agrees(step(NEW, caches, held), expected(NEW, lengths, **options))
+    of_queries = jax.jit(functools.partial(attend, prefill_attention, send="queries"))
+    agrees(of_queries(query, caches, held), wanted, layout, ranks)
+
+    def loss(query: Any, caches: Any) -> Any:
+        result = attend(prefill_attention, query, caches, held, send="keys")
+        return (result[0] * to_layout(dout, layout, ranks)).sum(), result
+
+    (dq, dkv), result = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(query, caches)
+    agrees(result, wanted, layout, ranks)
+    exact = wanted.gradients["dq"], entries(wanted.gradients["dk"]), entries(wanted.gradients["dv"])
+    for got, one in zip((dq, *dkv), exact, strict=True):
+        np.testing.assert_allclose(from_layout(got, layout, ranks), one, atol=5e-5)
+
+
+def test_a_rolling_cache_works_in_ones_own_shard_map_and_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "SHORTEST_CHUNK", 4)
+    forget_traced_calls()
+    positions, lengths = rolling(LENGTHS, 24), LENGTHS
+    key, value = (np.take_along_axis(x, positions[:, :, None, None] % S, 1) for x in (KEY, VALUE))
+
+    def local(key: Any, value: Any, held: Any) -> Any:
+        return decode_attention(
+            NEW, key, value, lengths, sliding_window=(13, 0), kv_positions=held, axis_name="sp", return_lse=True
+        )
+
+    mapped = jax.shard_map(local, mesh=mesh_of(sp=2), in_specs=(SPLIT, SPLIT, SPLIT), out_specs=P())
+    agrees(jax.jit(mapped)(key, value, positions), expected(NEW, sliding_window=(13, 0)))
+    forget_traced_calls()
+
+
 DECODE, PREFILL = (decode_attention, NEW), (prefill_attention, CHUNK)
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "longer than the cache": (DECODE, {"lengths": [5, 49]}, InputError, "lengths: has values from 5 to 49. .*0 to 48"),
     "of another batch": (DECODE, {"lengths": [1, 2, 3]}, InputError, r"lengths: has shape \(3,\)"),
+    "rolling positions": (DECODE, {"kv_positions": np.arange(47)}, InputError, r"kv_positions: has shape \(47,\)"),
     "without lengths": (DECODE, {"lengths": None}, InputError, r"lengths: is missing\. Pass how many tokens each row"),
     "uneven": (
         DECODE,

@@ -206,3 +206,39 @@ def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop(
 )
 def test_devices_are_found_by_the_kind_that_jax_gives(kind: str, name: str | None) -> None:
     assert devices.measured_name(kind) == name
+
+
+class TestLayers:
+    LAYERS = "--layers 5*window=1023,global"
+
+    def test_the_table_has_what_explain_says_of_each_layer_with_its_fastest_strategy(self, capsys) -> None:
+        found = told(capsys, f"--device h200 {self.LAYERS}")
+        rows = [row for row in found["layers"] if row["layout"] == "striped"]
+        for row, times, words in zip(rows, (5, 1), ("--window 1023,0", ""), strict=False):
+            alone = told(capsys, f"--device h200 --layout striped {words}")
+            best = min(alone["plans"], key=lambda plan: plan["forward"] + plan["backward"])
+            assert row["strategy"] == best["plan"]
+            assert row["both passes"] == pytest.approx(times * (best["forward"] + best["backward"]))
+            assert (row["waits"], row["sent"]) == (pytest.approx(times * best["waits"]), times * best["sent"])
+            assert row["tiles of a ring"] == times * alone["tiles_of_slowest"]
+        for name in ("both passes", "waits", "sent"):
+            assert rows[2][name] == pytest.approx(rows[0][name] + rows[1][name])
+        sums = {row["layout"]: row["both passes"] for row in found["layers"] if row["layers"] == "sum"}
+        assert found["layout"] == min(sums, key=lambda layout: sums[layout]) == "contiguous"
+        assert {row["layout"] for row in found["layers"] if row["chosen"]} == {"contiguous"}
+        out = said(capsys, f"--device h200 {self.LAYERS}")[1]
+        assert "Reckoned, not measured: the model is fastest in 'contiguous' order, with ring for window=1023" in out
+
+    def test_without_rates_it_compares_tiles_of_a_ring(self, capsys) -> None:
+        found = told(capsys, self.LAYERS)
+        assert all(row["both passes"] is None for row in found["layers"])
+        sums = {row["layout"]: row["tiles of a ring"] for row in found["layers"] if row["layers"] == "sum"}
+        assert found["layout"] == min(sums, key=lambda layout: sums[layout])
+        assert "With --rate and --link" in said(capsys, self.LAYERS)[1]
+
+    def test_what_cannot_be_is_refused(self, capsys) -> None:
+        status, _, err = said(capsys, f"--window 3,0 {self.LAYERS}")
+        assert status == 2 and "--layers: is given with sliding_window. Say in --layers which layers have it" in err
+        with pytest.raises(SystemExit):
+            main(f"{CALL} --layers 5*local".split())
+        assert "got '5*local', it needs COUNT*global, COUNT*window=W or COUNT*chunk=C" in capsys.readouterr().err

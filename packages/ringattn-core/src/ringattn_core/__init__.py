@@ -17,6 +17,7 @@ from .contract.visibility import visible
 from .masks.info import MaskInfo
 from .placement.mesh import ring_mesh
 from .placement.reorder import from_layout, to_layout
+from .placement.tokens import halo, layout_batch, shift, write_cache
 from .ring.remat import remat_policy
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "errors",
     "from_flash",
     "from_layout",
+    "halo",
+    "layout_batch",
     "masks",
     "merge",
     "merging",
@@ -44,7 +47,9 @@ __all__ = [
     "remat_policy",
     "ring_attention",
     "ring_mesh",
+    "shift",
     "to_layout",
     "use_backend",
     "visible",
+    "write_cache",
 ]

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from . import call_arguments, memory, picture, plans, report
+from . import call_arguments, layers, memory, picture, plans, report
 from .abstract_call import AbstractCall
 from .analysis import analyse
 from .output import show
@@ -23,6 +23,7 @@ _EXAMPLES: Final = """examples:
   ringattn explain --query 1,32768,8,64 --ring 8 --causal --window 4096,0 --svg ring.svg
   ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200 --compile
   ringattn explain --query 1,4096,32,128 --kv 131072,8 --ring 8 --causal --query-offset 126976
+  ringattn explain --query 1,131072,16,128 --ring 4 --causal --device h200 --layers 5*window=1023,1*global
   ringattn explain --query 1,1048576,32,128 --ring 64 --inner 8 --device h200 --link nvlink,40
 """
 
@@ -34,6 +35,10 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
     )
+    parser.add_argument(
+        "--layers", type=layers.parsed, metavar="LAYERS",
+        help="compare layouts for a model with these layers, such as 5*window=1023,1*global, and print nothing else",
+    )  # fmt: skip
     plans.add(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument(
@@ -50,6 +55,8 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.layers:
+        return layers.run(arguments)
     call = AbstractCall.of(arguments)
     if arguments.compile:
         memory.provide_devices(arguments.ring)  # before JAX is asked for the devices here

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
 
+from . import documents
 from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title, show
 
@@ -12,6 +13,9 @@ HIDDEN: Final = ("call", "hops", "states", "not_possible", "prefill", "shard")
 """The fields of `CallAnalysis` that JSON leaves out, or shows under other names."""
 COLUMNS: Final = 9
 """The most ranks for which the table of tiles has a column a rank. With more, it has minimum, mean and maximum."""
+
+_MOST_PAIRS: Final = 2**28
+"""The most tokens times ranks for which the busy share of each layout is counted: more would take minutes."""
 
 
 def report(analysis: CallAnalysis, picture: str) -> None:
@@ -22,7 +26,7 @@ def report(analysis: CallAnalysis, picture: str) -> None:
         Title(f"Backends on {analysis.platform}"), analysis.backends, *_of_backend(analysis), "",
         Title(f"Tiles that each rank computes at each hop ({grid} a hop)"),
         "A kernel chooses its own tile size; --tile sets the size that is shown.", picture,
-        tiles(analysis), *_of_tiles(analysis), "",
+        tiles(analysis), *_of_tiles(analysis), *_of_documents(analysis), "",
         Title("Sent by each rank"), *([analysis.sent] if analysis.sent else []), totals(analysis), "",
         Title("Memory of one device"), analysis.memory, _of_memory(analysis), *_of_prefill(analysis),
     )  # fmt: skip
@@ -36,8 +40,9 @@ def as_json(analysis: CallAnalysis, full: bool = False) -> dict[str, Any]:
         shapes | {"ring": analysis.ranks, "dtype": _dtype(analysis), "layout": _layout(analysis)} | analysis.call.said
     )
     totals = {"tiles_of_ranks": analysis.tiles_of_ranks, "tiles_of_slowest": analysis.tiles_of_slowest}
-    prefill = {"prefill": analysis.prefill} if analysis.prefill else {}
-    return {"call": call, **plain, "tiles": tiles(analysis, full), **totals, **prefill}
+    more = {"prefill": analysis.prefill, "busy": busy_layouts(analysis)}
+    more = {name: table for name, table in more.items() if table}
+    return {"call": call, **plain, "tiles": tiles(analysis, full), **totals, **more}
 
 
 def title(analysis: CallAnalysis) -> str:
@@ -132,6 +137,21 @@ def balance(analysis: CallAnalysis) -> str:
         return computed
     busy = f"{100 * work / (analysis.tiles_of_slowest * analysis.ranks):.0f}%"
     return f"{computed} Each hop waits for its busiest rank: counted in tiles, ranks are busy {busy} of the time."
+
+
+def busy_layouts(analysis: CallAnalysis) -> dict[str, float]:
+    """How busy the ranks are in each layout, counted in pairs; empty unless the masks are documents and causal."""
+    said, query = analysis.call.said, analysis.call.floating["query"]
+    others = {"sliding_window", "chunk_size", "prefix", "mask_builder", "query_offset"} & said.keys()
+    if others or not {"documents", "causal"} <= said.keys() or query.shape[1] * analysis.ranks > _MOST_PAIRS:
+        return {}
+    return documents.busy(said["documents"], query.shape[1], analysis.ranks)
+
+
+def _of_documents(analysis: CallAnalysis) -> Iterator[str]:
+    if shares := busy_layouts(analysis):
+        listed = ", ".join(f"{layout} {100 * share:.0f}%" for layout, share in shares.items())
+        yield f"Counted in pairs of a query and a key that it sees, ranks are busy: {listed}."
 
 
 def totals(analysis: CallAnalysis) -> str:

@@ -14,17 +14,17 @@ from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
 from ..contract.call import Call
 from ..errors import InputError, MeshError
-from ..masks.int32 import as_int32
+from ..masks.int32 import POSITION, as_int32
 from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.axes import AxisName
 from ..placement.layout import pieces, refuse_indivisible
-from ..placement.mesh import of_context
+from ..placement.mesh import of_context, ranks_of
 from ..placement.platforms import refuse_different_devices
 from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
-from .mesh_roles import check_mesh, mesh_of, named_roles, ranks_of, refuse_indivisible_axes
+from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
 from .options import ARRAYS, named, options_in
 from .shard_map import refuse_sharded
 from .sharding import over_shards, sharded
@@ -47,6 +47,7 @@ def decode_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: arrays.PerHead | None = None,
+    kv_positions: arrays.KeyPositions | None = None,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -77,6 +78,9 @@ def decode_attention(
         value_cache: `[B, S, K, Hv]`.
         lengths: How many tokens each row of the cache holds, the new ones included: `[B]`, or one integer.
         softmax_aux: Attention sinks, as in `ring_attention`.
+        kv_positions: The position of the token in each entry of a rolling cache, `[S]` or `[B, S]`, split like the
+            cache; a negative one is an empty entry. Then `lengths` count all tokens of a row, also those that the cache
+            holds no longer. By default entry `i` of the sequence holds token `i`.
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
@@ -86,7 +90,7 @@ def decode_attention(
     """
     call, first, backend, mesh = _checked(locals(), sharded=False)
     positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
-    call = cache.not_differentiable(dataclasses.replace(call, q_positions=positions))
+    call = cache.not_differentiable(dataclasses.replace(call, q_positions=positions, query_offset=None))
     registration = chosen(backend, call, mesh)
     if mesh is None:
         return _attend(registration, call)
@@ -107,6 +111,7 @@ def prefill_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: arrays.PerHead | None = None,
+    kv_positions: arrays.KeyPositions | None = None,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -139,6 +144,7 @@ def prefill_attention(
         value_cache: `[B, S, K, Hv]`.
         lengths: How many tokens each row of the cache holds, the chunk included: `[B]`, or one integer.
         softmax_aux: Attention sinks, as in `ring_attention`.
+        kv_positions: As in `decode_attention`. The cache must still hold what the first query of the chunk sees.
         send: "keys", "queries" or "auto".
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
@@ -176,7 +182,7 @@ def bytes_to_send(call: Call) -> tuple[int, int]:
 
 
 def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, Any, Any]:
-    """The call in canonical form, without positions, from the arguments of the function. Raises if they do not fit.
+    """The call in canonical form, without positions of queries, from the arguments. Raises if they do not fit.
 
     Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
     all queries. Returns also the position of each row's first query, which may be negative; the backend asked for; and
@@ -185,6 +191,7 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     cfg, backend = variables["cfg"], variables["backend"]
     config = RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
     given = options_in(variables) | {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    given["query_offset"] = 0  # callers of this function replace it
     operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
     mesh = mesh_of(variables["mesh"], given, operands.values())
     call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries=not sharded)
@@ -194,7 +201,8 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     if variables["lengths"] is None:
         raise InputError("lengths", "is missing", "Pass how many tokens each row of the cache holds")
     remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
-    known = as_int32("lengths", variables["lengths"], (0, room, remedy))
+    limits = (0, room, remedy) if call.kv_positions is None else (0, *POSITION[1:])
+    known = as_int32("lengths", variables["lengths"], limits)
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
     _refuse_uneven_cache(call, 1 if mesh is None else ranks_of(mesh, call.axis_name or ()))
@@ -205,6 +213,9 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
         if sharded:
             refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
     backend = config.backend_name if backend is None else backend
+    if call.kv_positions is not None:  # no query comes after the last position, so an empty entry there is not seen
+        held = jnp.where(call.kv_positions < 0, POSITION[1], call.kv_positions)
+        call = dataclasses.replace(call, kv_positions=held)
     return call, jnp.broadcast_to(known, rows) - tokens, backend, mesh
 
 
@@ -233,7 +244,7 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
         )
     whole = Roles(roles.batch, (), roles.heads)
     specs = {
-        name: (roles if name in ("key", "value") else whole).spec(ARRAYS[name], x.shape)
+        name: (roles if name in ("key", "value", "kv_positions") else whole).spec(ARRAYS[name], x.shape)
         for name, x in call.arrays.items()
     }
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)

@@ -2,24 +2,21 @@
 """Which axes of a mesh split the batch, the sequence and the heads of a call on global arrays."""
 
 import inspect
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import jax
-import jax.core
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..contract.call import Call
 from ..errors import MeshError
 from ..placement import arrays, axes
-from ..placement.arrays import Roles
+from ..placement.arrays import BATCH_AXES, Roles
 from ..placement.layout import refuse_indivisible
+from ..placement.mesh import of_arrays, ranks_of, refuse_unknown_axes
 from .shard_map import AXIS_NAMES
 
-BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
 _NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_adapters", "contextlib")
 """Modules that `_warn` skips to find the caller's line: ours, and `contextlib`, which wraps our functions."""
@@ -41,33 +38,22 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     return roles
 
 
-def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
-    """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
+def mesh_of(given: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
+    """The mesh of a call, or `None` if arrays are local, as `mesh.of_arrays` says.
 
-    The mesh of `jax.set_mesh` counts only if it has an axis that the options name, and that no surrounding `shard_map`
-    has made manual: over such axes, arrays are local. If the options give no axis name at all, not even `()`, this
-    warns. The result is `None` if arrays are local.
+    Warns if `jax.set_mesh` has set a mesh and the options give no axis name at all, not even `()`.
     """
-    if mesh is not None:
-        if not isinstance(mesh, (Mesh, AbstractMesh)):
-            raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
-        return mesh
-    for x in filter(lambda x: isinstance(x, jax.Array), operands):
-        typed = jax.typeof(x).sharding
-        if any(typed.spec):
-            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
     named = {name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)}
-    context = jax.sharding.get_abstract_mesh()
-    if named & (set(context.axis_names) - axes.manual()):
-        return context
+    found, context = of_arrays(given, named, operands), jax.sharding.get_abstract_mesh()
     unused = [name for name, size in context.shape.items() if size > 1]
-    if unused and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
+    unsaid = all(options.get(argument) is None for argument in AXIS_NAMES)
+    if found is None and unused and unsaid and not axes.manual():
         _warn(
             f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
             f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= if "
             f"none does. axis_name=() says that the arrays are local"
         )
-    return None
+    return found
 
 
 def check_mesh(call: Call, mesh: Any) -> None:
@@ -80,7 +66,7 @@ def check_mesh(call: Call, mesh: Any) -> None:
         )
     for argument in AXIS_NAMES:
         named = getattr(call, argument) or ()
-        _refuse_unknown_axes(argument, named, mesh)
+        refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():
             every = {name for other in AXIS_NAMES for name in getattr(call, other) or ()}
             if mesh == context and (automatic := sorted(every - axes.manual())):
@@ -92,11 +78,6 @@ def check_mesh(call: Call, mesh: Any) -> None:
                 f"mesh= is for global arrays, but {argument}={named!r} belongs to a surrounding shard_map. "
                 f"Leave mesh= out: inside shard_map the arrays are local"
             )
-
-
-def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
-    """The product of the sizes of the mesh axes `names`."""
-    return math.prod(mesh.shape[name] for name in names)
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
@@ -148,15 +129,6 @@ def _described(mesh: Any) -> str:
     return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in kinds)
 
 
-def _refuse_unknown_axes(argument: str, names: tuple[str, ...], mesh: Any) -> None:
-    for name in names:
-        if name not in mesh.axis_names:
-            listed = ", ".join(map(repr, mesh.axis_names))
-            raise MeshError(
-                f"{argument}={name!r} is not an axis of the mesh, whose axes are {listed}. Pass one of them"
-            )
-
-
 def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -> Roles:
     """The roles that the specs of query, key and value give. The specs of all other arrays follow from the roles."""
     given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, P) else ()
@@ -167,7 +139,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
         )
     for number, spec in enumerate(given):
         for names in _entries(f"in_specs[{number}]", spec):
-            _refuse_unknown_axes(f"in_specs[{number}]", names, mesh)
+            refuse_unknown_axes(f"in_specs[{number}]", names, mesh)
     batch, tokens, heads, rest = _entries("in_specs[0]", given[0])
     if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
         raise MeshError(

@@ -21,10 +21,10 @@ from ..errors import InputError, RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import pieces
-from ..placement.mesh import of_context
+from ..placement.mesh import of_context, over_explicit, ranks_of
 from ..tuning import choice
 from .dispatch import answer, chosen, reverse_mode_only
-from .mesh_roles import ranks_of, roles_of
+from .mesh_roles import roles_of
 from .options import ARRAYS
 from .shard_map import refuse_unnamed_axes
 from .tracked import within_tracked
@@ -57,8 +57,8 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, 
     out, *lse = over_shards(work, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
-        out = _over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]
-        lse = [_over_explicit(x, mesh, whole.spec(arrays.LogSumExp))[..., :length] for x in lse]
+        out = over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]
+        lse = [over_explicit(x, mesh, whole.spec(arrays.LogSumExp))[..., :length] for x in lse]
     return (out, *lse) if lse else out
 
 
@@ -82,10 +82,10 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         given: dict[str, Any] = {
-            name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()
+            name: over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()
         }
         if call.latents is not None:
-            given["latents"] = [_over_explicit(x, mesh, whole.spec(arrays.KeyIds)) for x in call.latents]
+            given["latents"] = [over_explicit(x, mesh, whole.spec(arrays.KeyIds)) for x in call.latents]
         call = _padded(dataclasses.replace(call, **given), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
     return dataclasses.replace(call.with_shared_gradients(roles), **roles.names), roles
@@ -154,19 +154,7 @@ def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
     """Shards the array over the mesh as the spec says; unchanged for an abstract mesh without explicit axes."""
     if AxisType.Explicit not in mesh.axis_types:
         return _put(x, mesh, spec) if isinstance(mesh, Mesh) else x
-    return _over_explicit(x, mesh, spec)
-
-
-def _over_explicit(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """Shards the array over the explicit axes of the mesh as the spec says. XLA decides about the other axes."""
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    if not explicit:
-        return x
-    if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, NamedSharding(mesh, spec))
-    kept = [tuple(name for name in axes.names(entry) if name in explicit) or None for entry in spec]
-    around = jax.sharding.get_abstract_mesh()  # JAX 0.10.0 cannot enter a mesh again while it traces
-    return jax.sharding.reshard(x, NamedSharding(around if around == mesh.abstract_mesh else mesh, P(*kept)))
+    return over_explicit(x, mesh, spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -8,7 +8,7 @@ The letters are those of `docs/notation.md`. A small `b`, `n` or `t` is an axis 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ PerHead = Float[Array, " N"]
 Seed = Int[Array, ""]
 Output = Float[Array, "B T N Hv"]
 LogSumExp = Float[Array, "B N T"]
+BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
+"""The usual names of mesh axes that split the batch."""
 
 
 def as_array(argument: str, x: Any) -> jax.Array:

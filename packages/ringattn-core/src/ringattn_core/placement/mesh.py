@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a mesh whose rings connect neighbouring devices, and puts a mesh in the form that `shard_map` takes."""
+"""Builds a mesh whose rings connect neighbouring devices; finds the mesh of arrays, and shards arrays over it."""
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ..errors import MeshError
 from . import axes
@@ -74,3 +75,48 @@ def of_context(mesh: Any, x: Any) -> Any:
     if found.empty:
         raise MeshError("the mesh is abstract, and has no devices. Call inside `jax.set_mesh`, or pass another mesh")
     return found
+
+
+def of_arrays(given: Any, named: Collection[str], operands: Iterable[Any]) -> Any:
+    """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
+
+    The mesh of `jax.set_mesh` counts only if it has an axis in `named`, and that no surrounding `shard_map` has made
+    manual: over such axes, arrays are local. The result is `None` if arrays are local.
+    """
+    if given is not None:
+        if not isinstance(given, (Mesh, AbstractMesh)):
+            raise MeshError(f"mesh is {type(given).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
+        return given
+    for x in filter(lambda x: isinstance(x, jax.Array), operands):
+        typed = jax.typeof(x).sharding
+        if any(typed.spec):
+            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
+    context = jax.sharding.get_abstract_mesh()
+    return context if set(named) & (set(context.axis_names) - axes.manual()) else None
+
+
+def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
+    """The product of the sizes of the mesh axes `names`."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def refuse_unknown_axes(argument: str, names: tuple[str, ...], mesh: Any) -> None:
+    """Raises if `names`, the value of `argument`, are not all axes of the mesh."""
+    for name in names:
+        if name not in mesh.axis_names:
+            listed = ", ".join(map(repr, mesh.axis_names))
+            raise MeshError(
+                f"{argument}={name!r} is not an axis of the mesh, whose axes are {listed}. Pass one of them"
+            )
+
+
+def over_explicit(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """Shards the array over the explicit axes of the mesh as the spec says. XLA decides about the other axes."""
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    kept = [tuple(name for name in axes.names(entry) if name in explicit) or None for entry in spec]
+    around = jax.sharding.get_abstract_mesh()  # JAX 0.10.0 cannot enter a mesh again while it traces
+    return jax.sharding.reshard(x, NamedSharding(around if around == mesh.abstract_mesh else mesh, P(*kept)))

@@ -59,9 +59,13 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     everyone = _with_all_queries(call) if sharded else call
     ring, location = prepared(kernel, everyone)
     here, location = align((everyone, location), axes_of(everyone, location))
-    own = block(ring, here, location, KV((here.key, here.value)), 0)
+    own = block(ring, dataclasses.replace(here, kv_positions=None), location, KV((here.key, here.value)), 0)
+    if here.kv_positions is not None:
+        own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
+    elif not sharded:
+        own = _with_increasing_positions(own)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
-    asked = own if sharded else _chunked(_with_groups_as_rows(_with_increasing_positions(own), group), chunks)
+    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
     return partial.out.astype(call.query.dtype), partial.lse
@@ -106,7 +110,8 @@ def _chunked(block: Block, count: int) -> Block:
     def rows(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] * count, length, *x.shape[2:])
 
-    of_keys = {name: jnp.tile(rows(getattr(block, name)), (batch, 1)) for name in ("kv_positions", "kv_index")}
+    of_keys = {name: rows(getattr(block, name)) for name in ("kv_positions", "kv_index")}
+    of_keys = {name: jnp.tile(x, (batch * count // len(x), 1)) for name, x in of_keys.items()}
     of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "batch_index")}
     if batch > 1:  # otherwise one row of positions serves all chunks
         of_queries["q_positions"] = jnp.repeat(block.q_positions, count, 0)

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers beside attention need of a ring: tokens of neighbours, entries of a cache, a batch in layout order."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..errors import InputError, MeshError
+from . import axes
+from .arrays import BATCH_AXES, as_array
+from .axes import AxisName
+from .layout import Shards, canonical, pieces, refuse_indivisible
+from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes
+from .reorder import to_layout
+
+
+def shift(
+    x: Any,
+    n: int,
+    *,
+    segment_ids: Any = None,
+    axis_name: AxisName = None,
+    mesh: Any = None,
+    layout: str = "contiguous",
+    fill: float = 0,
+) -> jax.Array:
+    """For each token, the entry of `x` of the token `n` places later in the sequence, whichever rank holds that one.
+
+    `shift(tokens, 1)` are next-token labels; `shift(labels, 1)` are the labels of a second head (multi-token
+    prediction). A negative `n` looks back. Where the sequence has no such token, or it belongs to another segment, the
+    result is `fill`. A rank sends `|n|` tokens, or its shard in the striped layout. Differentiable.
+
+    With `mesh`, or under `jax.set_mesh`, arrays are global; in your own `jax.shard_map`, they are this rank's shard.
+
+    Args:
+        x: An array of tokens, `[B, T, ...]`, in the order of `layout`.
+        n: How many places later; at most the number of consecutive tokens that a rank holds, unless striped.
+        segment_ids: The document of each token, `[B, T]`, in the order of `layout`; a negative id is padding.
+        axis_name: The mesh axes of the ring; `None` if the sequence is not split.
+        mesh: The mesh over which the ring splits the global arrays.
+        layout: As in `ring_attention`.
+        fill: The entry where there is no such token.
+    """
+    x, places = as_array("x", x), (_integer("n", n),)
+    ring = _Ring.of("x", x, axis_name, mesh, layout)
+    return _moved(ring, x, segment_ids, places, fill, "n")[0]
+
+
+def halo(
+    x: Any,
+    width: int,
+    *,
+    segment_ids: Any = None,
+    axis_name: AxisName = None,
+    mesh: Any = None,
+    layout: str = "contiguous",
+) -> tuple[jax.Array, ...]:
+    """`x` and the `width` tokens before each token: `width + 1` arrays like `x`, the farthest token first, `x` last.
+
+    So `sum(w * y for w, y in zip(weights, halo(x, 3)))` is a causal convolution over four tokens. Entries before the
+    start of the sequence, or of another segment, are 0, as are those of padding. A rank sends `width` tokens, once; in
+    the striped layout, its shard for each token of `width`. Differentiable.
+
+    Args:
+        x: An array of tokens, `[B, T, ...]`, in the order of `layout`.
+        width: How many tokens before; at most the number of consecutive tokens that a rank holds, unless striped.
+        segment_ids: As in `shift`.
+        axis_name: As in `shift`.
+        mesh: As in `shift`.
+        layout: As in `ring_attention`.
+    """
+    if _integer("width", width) < 0:
+        raise InputError("width", f"got {width}", "Pass how many tokens before each one are needed, 0 or more")
+    x, places = as_array("x", x), tuple(range(-width, 1))
+    return _moved(_Ring.of("x", x, axis_name, mesh, layout), x, segment_ids, places, 0, "width")
+
+
+def write_cache(
+    cache: Any, new: Any, positions: Any, *, axis_name: AxisName = None, mesh: Any = None, layout: str = "contiguous"
+) -> Any:
+    """The cache with the entries of new tokens; each rank writes those that it holds. Differentiable.
+
+    Positions below 0, or beyond the room of the cache, are not written. With `mesh`, or under `jax.set_mesh`, arrays
+    are global. Inside your own `jax.shard_map`, the cache is this rank's shard; new entries and positions are the same
+    on all ranks of the ring.
+
+    Args:
+        cache: An array `[B, S, ...]` in the order of `layout`, or a pytree of them, such as a pair of keys and values.
+        new: The entries of the new tokens, `[B, T, ...]`, or a pytree like `cache`.
+        positions: The position of each new token in its row: `[B, T]`, or `[T]` for all rows alike.
+        axis_name: The mesh axes of the ring that splits the cache; `None` if the cache is not split.
+        mesh: The mesh over which the ring splits the global cache.
+        layout: As in `decode_attention`.
+    """
+    at = as_array("positions", positions)
+    if not jnp.issubdtype(at.dtype, jnp.integer):
+        raise InputError("positions", f"has dtype {at.dtype}", "Pass integers")
+
+    def written(held: Any, x: Any) -> jax.Array:
+        held, x = as_array("cache", held), as_array("new", x)
+        ring = _Ring.of("cache", held, axis_name, mesh, layout)
+        if x.shape != (held.shape[0], *x.shape[1:2], *held.shape[2:]):
+            fact = f"has shape {x.shape}, and the cache {held.shape}"
+            raise InputError("new", fact, "Pass [B, T, ...] for a cache [B, S, ...], alike but for the tokens")
+        if at.shape not in (x.shape[:2], x.shape[1:2]):
+            fact = f"has shape {at.shape}, and there are {x.shape[1]} new tokens in {x.shape[0]} rows"
+            raise InputError("positions", fact, "Pass [B, T] or [T]")
+        return ring.run(_write, (), (True, False, False), held, x, jnp.broadcast_to(at, x.shape[:2]))
+
+    return jax.tree.map(written, cache, new)
+
+
+def layout_batch(
+    batch: Mapping[str, Any],
+    layout: str,
+    mesh: Mesh,
+    *,
+    axis_name: AxisName = "sp",
+    batch_axis_name: AxisName = None,
+) -> dict[str, jax.Array]:
+    """The arrays of a training step, in the order of `layout`, each placed on the mesh. Runs on the host.
+
+    Beside what `batch` has, the result has "labels", the next token of the same document, 0 where there is none;
+    "loss_weights", 0.0 there and 1.0 elsewhere; and "positions", which count from the start of each document. What
+    `batch` has under these names stays. Every process passes the whole batch; its devices get their part.
+
+    Args:
+        batch: Arrays `[B, T, ...]` in natural order by name: "tokens", "segment_ids" where rows hold several documents
+            or padding (a negative id), and any others.
+        layout: As in `ring_attention`.
+        mesh: The mesh of the training step.
+        axis_name: The mesh axes of the ring, which split the tokens.
+        batch_axis_name: The mesh axes that split the rows; by default those with the usual names, such as "data".
+    """
+    ring, layout = axes.names(axis_name), canonical(layout)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, which has devices")
+    rows = tuple(name for name in mesh.axis_names if name in BATCH_AXES and name not in ring)
+    rows = rows if batch_axis_name is None else axes.names(batch_axis_name, "batch_axis_name")
+    refuse_unknown_axes("axis_name", ring, mesh)
+    refuse_unknown_axes("batch_axis_name", rows, mesh)
+    if "tokens" not in batch or any(isinstance(x, jax.core.Tracer) for x in batch.values()):
+        fact = "is traced" if "tokens" in batch else f"has {', '.join(map(repr, batch)) or 'nothing'}"
+        raise InputError("batch", fact, "Pass arrays of the host by name, 'tokens' among them, outside jax.jit")
+    natural = {name: np.asarray(x) for name, x in batch.items()}
+    tokens, ranks, groups = natural["tokens"], ranks_of(mesh, ring), ranks_of(mesh, rows)
+    for name, x in natural.items():
+        if tokens.ndim != 2 or x.shape[:2] != tokens.shape:
+            fact = f"has shape {x.shape}, and the tokens have {tokens.shape}"
+            raise InputError(
+                name, fact, "Pass tokens [B, T], and other arrays [B, T, ...] with as many rows and tokens"
+            )
+    if len(tokens) % groups:
+        fact = f"there are {len(tokens)}, which the {groups} ranks of mesh axes {rows} do not divide"
+        raise InputError("rows", fact, "Pass a multiple, or batch_axis_name=() to leave rows whole")
+    refuse_indivisible("tokens", tokens.shape[1], layout, ranks)
+    placed = {}
+    for name, x in (_derived(tokens, natural.get("segment_ids", np.zeros_like(tokens))) | natural).items():
+        x = to_layout(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)), layout, ranks)
+        placed[name] = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(rows, ring)), x.__getitem__)
+    return placed
+
+
+def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """The labels, loss weights and positions of tokens in natural order, `[B, T]`."""
+    same = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+    index = np.arange(tokens.shape[1], dtype=np.int32)
+    starts = np.where(np.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0))), index, 0)
+    after = ((0, 0), (0, 1))
+    return {
+        "labels": np.pad(np.where(same, tokens[:, 1:], 0), after),
+        "loss_weights": np.pad(same.astype(np.float32), after),
+        "positions": index - np.maximum.accumulate(starts, 1),
+    }
+
+
+def _integer(argument: str, value: Any) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise InputError(argument, f"got {value!r}", "Pass an integer that is known before tracing")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The ring that splits the tokens of a call. `names` are its mesh axes; `mesh` is `None` if arrays are local."""
+
+    names: tuple[str, ...]
+    ranks: int
+    layout: str
+    mesh: Any
+
+    @classmethod
+    def of(cls, argument: str, x: jax.Array, axis_name: AxisName, mesh: Any, layout: str) -> "_Ring":
+        """Raises unless `x`, the array `[B, T, ...]` of an `argument`, can be split over the ring."""
+        ring, layout = axes.names(axis_name), canonical(layout)
+        mesh = of_arrays(mesh, ring, (x,)) if ring and not axes.bound(ring) else None
+        if mesh is not None:
+            refuse_unknown_axes("axis_name", ring, mesh)
+        ranks = axes.size("axis_name", ring) if mesh is None else ranks_of(mesh, ring)
+        if x.ndim < 2:
+            raise InputError(argument, f"has shape {x.shape}", "Pass an array [B, T, ...]")
+        refuse_indivisible(argument, x.shape[1] * (ranks if mesh is None else 1), layout, ranks)
+        return cls(ring, ranks, layout, None if mesh is None else of_context(mesh, x))
+
+    def run(self, work: Callable[..., Any], options: tuple[Any, ...], split: tuple[bool, ...], *arrays: Any) -> Any:
+        """`work(ring, *options, *arrays)` on each rank's shards, or on local arrays.
+
+        `work` and `options` are hashable. The ring splits axis 1 of the arrays for which `split` is true. The other
+        axes of all arrays are split as those of the first, as far as JAX says how it is split.
+        """
+        if self.mesh is None:
+            return work(self, *options, *arrays)
+        lead = arrays[0]
+        known: Any = jax.typeof(lead).sharding if isinstance(lead, jax.core.Tracer) else lead.sharding
+        same = isinstance(known, NamedSharding) and known.mesh.abstract_mesh == self.mesh.abstract_mesh
+        spec = (*(known.spec if same else ()), *[None] * lead.ndim)[: lead.ndim]
+        rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
+        specs = tuple(
+            P(*(rows, self.names if tokens else None, *others)[: x.ndim])
+            for x, tokens in zip(arrays, split, strict=True)
+        )
+        placed = [_placed(x, self.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
+        return _over_shards(self, work, options, specs, *placed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _over_shards(ring: _Ring, work: Callable[..., Any], options: Any, specs: tuple[P, ...], *arrays: Any) -> Any:
+    manual = {name for entry in specs[0] for name in axes.names(entry)}
+    # JAX cannot shard residuals of a `shard_map` over automatic axes inside another one; this leaves only arguments.
+    local = jax.checkpoint(functools.partial(work, ring, *options))
+    return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)
+
+
+def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    return over_explicit(x, mesh, spec)
+
+
+def _moved(ring: _Ring, x: jax.Array, ids: Any, places: tuple[int, ...], fill: float, argument: str) -> Any:
+    """For each of `places`, `x` of the token so many places later, else `fill`. `argument` says the farthest place."""
+    local = x.shape[1] // (1 if ring.mesh is None else ring.ranks)
+    farthest, run = max(map(abs, places)), local // pieces(ring.layout)
+    if ring.ranks > 1 and ring.layout != "striped" and farthest > run:
+        fact = f"{farthest} is more than the {run} consecutive tokens that each of {ring.ranks} ranks holds"
+        raise InputError(argument, fact, f"Pass at most {run}, or split the sequence over fewer ranks")
+    arrays = [x] if ids is None else [x, as_array("segment_ids", ids)]
+    if ids is not None and arrays[1].shape != x.shape[:2]:
+        raise InputError("segment_ids", f"has shape {arrays[1].shape}", f"Pass an id for each token, {x.shape[:2]}")
+    return ring.run(_move, (places, fill), (True,) * len(arrays), *arrays)
+
+
+def _move(ring: _Ring, places: tuple[int, ...], fill: float, x: jax.Array, ids: Any = None) -> tuple[jax.Array, ...]:
+    """The work of `_moved` on one rank's tokens."""
+    index = Shards(ring.layout, ring.ranks).indices(axes.coordinate(ring.names), x.shape[1])[None]
+    theirs = [None] * len(places) if ids is None else _tokens_at(ring, places, ids)
+    found = []
+    for place, there, other in zip(places, _tokens_at(ring, places, x), theirs, strict=True):
+        exists = (index + place >= 0) & (index + place < ring.ranks * x.shape[1])
+        exists = exists if ids is None else exists & (ids == other) & (ids >= 0)
+        found.append(jnp.where(jax.lax.expand_dims(exists, range(2, x.ndim)), there, jnp.asarray(fill, x.dtype)))
+    return tuple(found)
+
+
+def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.Array]:
+    """For each of `places`, `x` of the token so many places later; anything where the sequence has none.
+
+    `places` are one, or all <= 0: what the ring sends goes one way.
+    """
+    rank = axes.coordinate(ring.names)
+    if ring.layout == "striped" or ring.ranks == 1 or not any(places):
+        found = []
+        for place in places:
+            rows, ranks = divmod(place, ring.ranks)
+            sends = [(sender, (sender - ranks) % ring.ranks) for sender in range(ring.ranks)]
+            sent = axes.permuted(x, ring.names, sends) if ranks else x
+            near, next_row = jnp.roll(sent, -rows, 1), jnp.roll(sent, -rows - 1, 1)
+            found.append(jnp.where(rank + ranks >= ring.ranks, next_row, near) if ranks else near)
+        return found
+    width, later = max(map(abs, places)), max(places) > 0
+    runs = jnp.split(x, pieces(ring.layout), 1)
+    length = runs[0].shape[1]
+    edges = [jax.lax.slice_in_dim(run, *((0, width) if later else (length - width, length)), axis=1) for run in runs]
+    borders = []
+    for number, edge in enumerate(edges):  # in zigzag order, the second runs of the ranks go down
+        step = 1 if later == bool(number) else -1
+        sends = [(sender, (sender + step) % ring.ranks) for sender in range(ring.ranks)]
+        borders.append(axes.permuted(edge, ring.names, sends))
+    if ring.layout == "zigzag":  # the two runs of the last rank follow one another
+        middle = 0 if later else 1
+        borders[middle] = jnp.where(rank == ring.ranks - 1, edges[1 - middle], borders[middle])
+    joined = [jnp.concatenate(pair if later else pair[::-1], 1) for pair in zip(runs, borders, strict=True)]
+    starts = [place if later else width + place for place in places]
+    return [
+        jnp.concatenate([jax.lax.slice_in_dim(run, start, start + length, axis=1) for run in joined], 1)
+        for start in starts
+    ]
+
+
+def _write(ring: _Ring, held: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+    """The work of `write_cache` on one rank's shard of a cache."""
+    length = held.shape[1]
+    rank, slot = _entry(ring, length, at)
+    own = (rank == axes.coordinate(ring.names)) & (at >= 0) & (at < ring.ranks * length)
+    slots = jnp.where(own, slot, length)  # beyond the shard: dropped
+    return jax.vmap(lambda row, new, slot: row.at[slot].set(new, mode="drop"))(held, x.astype(held.dtype), slots)
+
+
+def _entry(ring: _Ring, length: int, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rank that holds a token, and its entry there, from its index in a sequence with shards of `length`."""
+    if ring.layout == "striped":
+        return at % ring.ranks, at // ring.ranks
+    run = length // pieces(ring.layout)
+    chunk, entry = at // run, at % run
+    second = chunk >= ring.ranks  # in zigzag order, the second run of its rank
+    return jnp.where(second, 2 * ring.ranks - 1 - chunk, chunk), entry + jnp.where(second, run, 0)
