@@ -118,6 +118,10 @@ def travelled(level: Level, where: np.ndarray, send: Send) -> np.ndarray:
     return after
 
 
+def test_one_query_a_rank_cannot_be_cut_and_need_not_be_where_nothing_is_left_out():
+    assert visits(Rule(1.0), Shards("zigzag", 4), (1, 8)) == dict.fromkeys(range(4), (0, 8))
+
+
 @pytest.mark.parametrize("made", [(0, 1), (0, 1, 2), (0, 1, 7), (0, 7), tuple(range(8))])
 @pytest.mark.parametrize("straight", [False, True])
 def test_backward_brings_every_key_and_takes_every_gradient_home(made: tuple[int, ...], straight: bool):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..contract.rule import Rule
 from ..contract.tiles import by_position
+from ..contract.visibility import bounds
 from ..masks import Coordinates, any_of
 from ..placement.layout import Shards, pieces
 
@@ -169,6 +170,8 @@ def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tu
     of a shard.
     """
     whole = (0, lengths[1])
+    if not rule.masks and bounds(rule, np.int32(0)) == (None, None):
+        return dict.fromkeys(range(shards.count), whole)
     others = [offset for offset in range(1, shards.count) if _visible(rule, shards, lengths, offset, 1).any()]
     if len(others) > UNROLLED:
         return dict.fromkeys((0, *others), whole)
