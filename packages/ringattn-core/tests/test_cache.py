@@ -207,7 +207,7 @@ class TestPrefill:
 
 
 def rolling(lengths: Any, room: int) -> np.ndarray:
-    """The position of the token in each entry of a rolling cache, in natural order; negative where there is none."""
+    """The position of each entry's token in a rolling cache, entries in natural order; negative if empty."""
     last = np.asarray(lengths)[:, None] - 1
     return last - (last - np.arange(room)) % room
 

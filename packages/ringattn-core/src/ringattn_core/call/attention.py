@@ -160,7 +160,7 @@ def ring_attention(
     mesh = mesh_of(mesh, given, (query, key, value))
     call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
     if travelling and call.key.shape != key.shape:
-        fact = f"gives {key.shape[2]} heads on every rank, of which this rank's queries read {call.key.shape[2]}"
+        fact = f"gives {key.shape[2]} key heads, but this rank's queries need only {call.key.shape[2]} of them"
         raise InputError("expand", fact, "Split expand_params over head_axis_name too")
     call = dataclasses.replace(call, **travelling)
     if mesh is not None:

@@ -79,8 +79,8 @@ def decode_attention(
         lengths: How many tokens each row of the cache holds, the new ones included: `[B]`, or one integer.
         softmax_aux: Attention sinks, as in `ring_attention`.
         kv_positions: The position of the token in each entry of a rolling cache, `[S]` or `[B, S]`, split like the
-            cache; a negative one is an empty entry. Then `lengths` count all tokens of a row, also those that the cache
-            holds no longer. By default entry `i` of the sequence holds token `i`.
+            cache; a negative position marks an empty entry. `lengths` then count every token of a row, including tokens
+            that newer ones have overwritten. By default entry `i` of the sequence holds token `i`.
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.

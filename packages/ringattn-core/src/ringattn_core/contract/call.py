@@ -30,7 +30,7 @@ class Call:
     these arrays in the dtype of the queries (`narrowed`).
 
     With `expand`, the arrays in `latents` travel, and a rank computes keys and values from them on arrival. `key` and
-    `value` then serve for their shapes only, and XLA does not compute them.
+    `value` then serve for their shapes only, and under `jax.jit` XLA does not compute them.
     """
 
     query: arrays.Query

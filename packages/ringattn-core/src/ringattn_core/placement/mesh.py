@@ -95,6 +95,11 @@ def of_arrays(given: Any, named: Collection[str], operands: Iterable[Any]) -> An
     return context if set(named) & (set(context.axis_names) - axes.manual()) else None
 
 
+def sharding_of(x: jax.Array) -> Any:
+    """The sharding of `x`, as far as JAX knows it: of a traced array, the explicit axes only."""
+    return jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+
+
 def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
     """The product of the sizes of the mesh axes `names`."""
     return math.prod(mesh.shape[name] for name in names)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the tokens of an array from natural order to the order of a layout, and back."""
 
-import math
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from ..errors import InputError, MeshError
 from . import axes
 from .arrays import as_array
 from .layout import Shards, canonical, refuse_indivisible
-from .mesh import of_context
+from .mesh import of_context, ranks_of, sharding_of
 
 
 def to_layout(
@@ -70,12 +69,12 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
     layout = canonical(layout)
     x = x if isinstance(x, np.ndarray) else as_array("x", x)
     mesh, over = _ring_of(*ring, x)
-    ranks = math.prod(mesh.shape[name] for name in over) if over else ring_size
+    ranks = ranks_of(mesh, over) if over else ring_size
     ring_size = ranks if ring_size is None else ring_size
-    if not _is_integer(ring_size) or ring_size < 1 or ring_size != ranks:
+    if not is_integer(ring_size) or ring_size < 1 or ring_size != ranks:
         remedy = f"Pass {ranks}, the ranks of axis_name={over}" if over else "Pass the number of ranks, 1 or more"
         raise InputError("ring_size", f"got {ring_size!r}", remedy)
-    if not _is_integer(axis) or not -x.ndim <= axis < x.ndim:
+    if not is_integer(axis) or not -x.ndim <= axis < x.ndim:
         raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
     if layout == "contiguous":
         return x
@@ -87,7 +86,7 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
     axis %= x.ndim
     mesh, spec = _sharding_of(x, axis, mesh, over)
     over, length = axes.names(spec[axis]), x.shape[axis] // ring_size
-    split = over and math.prod(mesh.shape[name] for name in over) == ring_size
+    split = over and ranks_of(mesh, over) == ring_size
     if not split or (layout == "striped" and length % ring_size):
         return _taken(x, index, axis, mesh, spec)
     exchange = _zigzag if layout == "zigzag" else _striped
@@ -99,7 +98,7 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=named))(x)
 
 
-def _is_integer(x: Any) -> bool:
+def is_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
@@ -117,11 +116,8 @@ def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[st
 
 
 def _sharding_of(x: jax.Array, axis: int, mesh: Any, over: tuple[str, ...]) -> tuple[Any, list[Any]]:
-    """The mesh and the spec of an array, with the axes `over` of `mesh` for its `axis` if they are automatic.
-
-    Under `jax.jit`, JAX knows the explicit axes only.
-    """
-    known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    """The mesh and the spec of an array, with the axes `over` of `mesh` for its `axis` if they are automatic."""
+    known = sharding_of(x)
     spec = [*known.spec] if isinstance(known, NamedSharding) else []
     spec += [None] * (x.ndim - len(spec))
     kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

@@ -18,8 +18,8 @@ from . import axes
 from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
 from .layout import Shards, canonical, pieces, refuse_indivisible
-from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes
-from .reorder import to_layout
+from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes, sharding_of
+from .reorder import is_integer, to_layout
 
 
 def shift(
@@ -86,7 +86,7 @@ def halo(
 def write_cache(
     cache: Any, new: Any, positions: Any, *, axis_name: AxisName = None, mesh: Any = None, layout: str = "contiguous"
 ) -> Any:
-    """The cache with the entries of new tokens; each rank writes those that it holds. Differentiable.
+    """Writes the entries of new tokens, and returns the cache. Each rank writes to its own shard. Differentiable.
 
     Positions below 0, or beyond the room of the cache, are not written. With `mesh`, or under `jax.set_mesh`, arrays
     are global. Inside your own `jax.shard_map`, the cache is this rank's shard; new entries and positions are the same
@@ -128,9 +128,10 @@ def layout_batch(
 ) -> dict[str, jax.Array]:
     """The arrays of a training step, in the order of `layout`, each placed on the mesh. Runs on the host.
 
-    Beside what `batch` has, the result has "labels", the next token of the same document, 0 where there is none;
-    "loss_weights", 0.0 there and 1.0 elsewhere; and "positions", which count from the start of each document. What
-    `batch` has under these names stays. Every process passes the whole batch; its devices get their part.
+    The result adds three arrays: "labels", the next token of the same document, or 0 if there is none; "loss_weights",
+    1.0, or 0.0 if there is no label; and "positions", which count from the start of each document. An array that
+    `batch` already has under one of these names is kept. Every process passes the whole batch; its devices get their
+    part.
 
     Args:
         batch: Arrays `[B, T, ...]` in natural order by name: "tokens", "segment_ids" where rows hold several documents
@@ -183,7 +184,7 @@ def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _integer(argument: str, value: Any) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+    if not is_integer(value):
         raise InputError(argument, f"got {value!r}", "Pass an integer that is known before tracing")
     return int(value)
 
@@ -219,7 +220,7 @@ class _Ring:
         if self.mesh is None:
             return work(self, *options, *arrays)
         lead = arrays[0]
-        known: Any = jax.typeof(lead).sharding if isinstance(lead, jax.core.Tracer) else lead.sharding
+        known = sharding_of(lead)
         same = isinstance(known, NamedSharding) and known.mesh.abstract_mesh == self.mesh.abstract_mesh
         spec = (*(known.spec if same else ()), *[None] * lead.ndim)[: lead.ndim]
         rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
