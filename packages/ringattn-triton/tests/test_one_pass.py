@@ -14,8 +14,10 @@ from compile_reports import Report, launches, of_lowered
 from given_blocks import TOLERANCE, bias, make_block, with_option
 from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
+from ringattn_triton.hopper.backward_plan import plan_of
 from ringattn_triton.launch.target import compiling_for
 
 HALF = jnp.bfloat16
@@ -171,6 +173,17 @@ COMPILED = [
     *((dim, option, True) for dim in (192, 256) for option in MASKS),
     *((dim, "causal", False) for dim in (64, 128, 192, 256)),
 ]
+
+
+@pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16)])
+def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, heads: int) -> None:
+    """Their turns may be short, and short turns of few heads wait for each other. Of 32k keys, a head has 256 turns."""
+    constants = kernel_inputs.of_block(
+        with_option(option, 128, 128, heads=2, kv_heads=2, dim=128, dtype=HALF)
+    ).constants
+    constants = dataclasses.replace(constants, q_length=32768, kv_length=32768)
+    plan = plan_of(constants)
+    assert plan is not None and one_pass._heads_in_order(constants, plan) == heads
 
 
 def within_budget(block: Block, beside: str) -> dict[str, Report]:
