@@ -104,7 +104,7 @@ class Call:
 
     @property
     def travelling(self) -> Any:
-        """What a rank sends round the ring: keys and values, or the arrays from which `expand` computes them."""
+        """Keys and values, or the arrays from which `expand` computes them; a rank sends these round the ring."""
         return (self.key, self.value) if self.expand is None else self.latents
 
     def expanded(self) -> "Call":
