@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ringattn_core import masks
 from ringattn_core.backends.discovery import imported
 from ringattn_core.call.attention import ring_attention
-from ringattn_core.call.options import ARRAYS
+from ringattn_core.contract.call import ARRAYS
 from ringattn_core.errors import InputError, in_one_line
 from ringattn_core.masks.info import MaskInfo
 from ringattn_core.placement.layout import canonical, refuse_indivisible

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ringattn_core.call import options, sharding
 from ringattn_core.call.validation import validated
-from ringattn_core.contract.call import Call
+from ringattn_core.contract.call import ARRAYS, Call
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.errors import InputError
@@ -107,7 +107,7 @@ def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[
         x, axis = getattr(whole, name), spec.index(AXIS) if AXIS in spec else None
         split[name] = axis
         arrays[name] = x if axis is None else x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
-    rest = dataclasses.replace(whole, **dict.fromkeys(options.ARRAYS))
+    rest = dataclasses.replace(whole, **dict.fromkeys(ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
         return work(dataclasses.replace(rest, **local))

@@ -55,7 +55,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
         run_as = tuned_as(dataclasses.replace(local, strategy=settled(registration, local)))
-        asked.append((registration, of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))))
+        asked.append((registration, of_call(registration, run_as, size(run_as.axis_name or ()))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]

@@ -18,13 +18,14 @@ from ..placement import arrays
 from ..placement.axes import AxisName
 from ..strategies import Strategy
 from .dispatch import answer, chosen
+from .entry import entry
 from .mesh_roles import mesh_of
-from .options import named, options_in
+from .options import options_in
 from .sharding import sharded
 from .validation import validated
 
 
-@named
+@entry
 def ring_attention(
     query: arrays.Query,
     key: arrays.Key | Any,
@@ -192,7 +193,7 @@ def per_shard(backend: str) -> RingKernel:
         backend: The name of the backend that runs every call of the function.
     """
 
-    @named
+    @entry
     def ring_attention(
         query: arrays.Query,
         key: arrays.Key,

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
-from ..contract.call import Call
+from ..contract.call import ARRAYS, Call
 from ..errors import InputError, MeshError
 from ..masks.int32 import POSITION, as_int32
 from ..placement import arrays
@@ -24,8 +24,9 @@ from ..placement.platforms import refuse_different_devices
 from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
+from .entry import entry
 from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
-from .options import ARRAYS, named, options_in
+from .options import options_in
 from .shard_map import refuse_sharded
 from .sharding import over_shards, sharded
 from .validation import fitted
@@ -34,7 +35,7 @@ Lengths = Int[jax.Array, " B"]
 SENT: Final = ("auto", "keys", "queries")
 
 
-@named
+@entry
 def decode_attention(
     query: arrays.Query,
     key_cache: arrays.Key,
@@ -97,7 +98,7 @@ def decode_attention(
     return _over_mesh(registration, call, of_context(mesh, call.query))
 
 
-@named
+@entry
 def prefill_attention(
     query: arrays.Query,
     key_cache: arrays.Key,

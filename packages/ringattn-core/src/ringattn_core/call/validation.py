@@ -101,7 +101,7 @@ def _operands(
     _refuse_misfits(found)
     if ranks is None:
         ranks, _, head_ranks = (
-            axes.size(name, named) for name, named in zip(AXIS_NAMES, (ring, batch, heads), strict=True)
+            axes.size(named, name) for name, named in zip(AXIS_NAMES, (ring, batch, heads), strict=True)
         )
         head_axes = heads
     q, k, _ = found.values()

@@ -13,7 +13,6 @@ from ..placement import arrays
 from .expansion import Expansion
 from .rule import Rule
 from .signature import OF_CORE
-from .wide import with_wide_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Call:
     expand_params: list[jax.Array] | None = None
 
     def widened(self, **arrays: jax.Array) -> "Call":
-        """The call with these float32 `arrays`, made by `with_wide_gradient`.
+        """The call with these float32 `arrays`, whose gradients are float32 too.
 
         `wide` gains the names of the arrays that were narrower before.
         """
@@ -100,7 +99,7 @@ class Call:
         named = zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
         if not any(size == 1 and arrays.broadcasts(letter) and roles.of(letter) for letter, size in named):
             return self
-        return self.widened(bias=with_wide_gradient(self.bias))
+        return self.widened(bias=self.bias.astype(jnp.float32))
 
     @property
     def travelling(self) -> Any:
@@ -164,22 +163,8 @@ def is_off(option: Any) -> bool:
     return option is None or (isinstance(option, bool | float) and not option)
 
 
-ARRAYS: Final = (
-    "query",
-    "key",
-    "value",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "softmax_aux",
-    "bias",
-    "attention_mask",
-    "q_positions",
-    "kv_positions",
-    "query_offset",
-    "alibi_slopes",
-    "dropout_seed",
-)
-"""The fields of a call that are arrays."""
+ARRAYS: Final = arrays.types_of(Call)
+"""The type of every array of a call, with its axis letters, by name. (`latents` and `expand_params` are lists.)"""
 INTERNAL: Final = ("wide", "expand", "latents", "expand_params")
 """The fields of a call that are no arguments of a backend's own ring function."""
 _DATA = [*ARRAYS, "latents", "expand_params"]

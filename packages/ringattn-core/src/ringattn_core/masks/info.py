@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -115,7 +115,7 @@ class MaskInfo:
         """
         roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
         specs: dict[str, Any] = {
-            name: roles.spec(get_args(MaskInfo.__annotations__[name])[0], x.shape)
+            name: roles.spec(arrays.types_of(MaskInfo)[name], x.shape)
             for name, x in vars(self).items()
             if x is not None
         }

@@ -95,6 +95,18 @@ class Shards:
         steps = np.arange(length // self.count, dtype=np.int32)
         return self._indices(np.arange(self.count, dtype=np.int32)[:, None], steps, np.where).reshape(-1)
 
+    def place_of(self, index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+        """The rank that holds the token with this global index, and the token's number in that rank's shard.
+
+        The inverse of `indices`, for shards of `length` tokens that are neither `folded` nor striped in longer runs.
+        """
+        if self.layout == "striped":
+            return index % self.count, index // self.count
+        run = length // pieces(self.layout)
+        chunk, entry = index // run, index % run
+        second = chunk >= self.count  # in zigzag order, the second run of its rank
+        return jnp.where(second, 2 * self.count - 1 - chunk, chunk), entry + jnp.where(second, run, 0)
+
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:
         """Entries of `x` for the tokens of `rank`, in the rank's order; the last axis of `x` is in natural order."""
         length = x.shape[-1] // self.count

@@ -205,7 +205,7 @@ class _Ring:
         mesh = of_arrays(mesh, ring, (x,)) if ring and not axes.bound(ring) else None
         if mesh is not None:
             refuse_unknown_axes("axis_name", ring, mesh)
-        ranks = axes.size("axis_name", ring) if mesh is None else ranks_of(mesh, ring)
+        ranks = axes.size(ring) if mesh is None else ranks_of(mesh, ring)
         if x.ndim < 2:
             raise InputError(argument, f"has shape {x.shape}", "Pass an array [B, T, ...]")
         refuse_indivisible(argument, x.shape[1] * (ranks if mesh is None else 1), layout, ranks)
@@ -235,7 +235,8 @@ class _Ring:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _over_shards(ring: _Ring, work: Callable[..., Any], options: Any, specs: tuple[P, ...], *arrays: Any) -> Any:
     manual = {name for entry in specs[0] for name in axes.names(entry)}
-    # JAX cannot shard residuals of a `shard_map` over automatic axes inside another one; this leaves only arguments.
+    # JAX cannot shard residuals of a `shard_map` inside another one (benchmarks/upstream/nested_shard_map.py). A
+    # checkpoint makes the arguments the residuals.
     local = jax.checkpoint(functools.partial(work, ring, *options))
     return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)
 
@@ -309,17 +310,7 @@ def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.A
 def _write(ring: _Ring, held: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
     """The work of `write_cache` on one rank's shard of a cache."""
     length = held.shape[1]
-    rank, slot = _entry(ring, length, at)
+    rank, slot = Shards(ring.layout, ring.ranks).place_of(at, length)
     own = (rank == axes.coordinate(ring.names)) & (at >= 0) & (at < ring.ranks * length)
     slots = jnp.where(own, slot, length)  # beyond the shard: dropped
     return jax.vmap(lambda row, new, slot: row.at[slot].set(new, mode="drop"))(held, x.astype(held.dtype), slots)
-
-
-def _entry(ring: _Ring, length: int, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rank that holds a token, and its entry there, from its index in a sequence with shards of `length`."""
-    if ring.layout == "striped":
-        return at % ring.ranks, at // ring.ranks
-    run = length // pieces(ring.layout)
-    chunk, entry = at // run, at % run
-    second = chunk >= ring.ranks  # in zigzag order, the second run of its rank
-    return jnp.where(second, 2 * ring.ranks - 1 - chunk, chunk), entry + jnp.where(second, run, 0)

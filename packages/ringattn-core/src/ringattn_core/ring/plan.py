@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -69,43 +70,47 @@ class Level:
         return self.rows is not None
 
     @property
+    def offsets(self) -> tuple[int, ...]:
+        """How far the keys of each hop have travelled, counted in ranks of the whole ring."""
+        return tuple(distance * self.stride for distance in self.distances)
+
+    @property
+    def bringing(self) -> tuple[Send, ...]:
+        """The sends of the keys of every hop but the first. Each starts during the hop before."""
+        if self.rows is None:
+            return tuple(Send(after - before) for before, after in itertools.pairwise(self.distances))
+        return tuple(map(Send, self.distances[1:], self.rows[1:]))
+
+    @property
+    def returning(self) -> tuple[Send, ...]:
+        """The sends of the gradients of every hop with another rank's keys. Each starts during the hop after.
+
+        The gradients follow the keys from rank to rank, the last to the owner; with `rows`, each goes straight home.
+        """
+        if self.rows is None:
+            there = (*self.distances[1:], self.ranks)
+            return tuple(Send(after - before) for before, after in itertools.pairwise(there))
+        return tuple(Send(-distance) for distance in self.distances[1:])
+
+    @property
     def forward(self) -> tuple[Hop, ...]:
         """The hops of the forward pass, the hop with this rank's own keys first."""
-        return tuple(Hop(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.distances)))
+        return tuple(map(Hop, self.offsets, (*self.bringing, None)))
 
     @property
     def first(self) -> Send:
         """The send that brings the keys of the first hop of the backward pass; it starts before that hop."""
-        return Send(self.distances[1], self.rows[1] if self.rows else None)
+        return self.bringing[0]
 
     @property
     def backward(self) -> tuple[Hop, ...]:
         """The hops of the backward pass at which a rank computes with another rank's keys; `own` comes after them."""
-        hops = range(1, len(self.distances))
-        return tuple(Hop(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
+        return tuple(map(Hop, self.offsets[1:], (*self.bringing[1:], None), (None, *self.returning[:-1])))
 
     @property
     def own(self) -> Hop:
         """The last hop of the backward pass: a rank computes with its own keys, and sends the last gradients home."""
-        last = self.distances[-1]  # whole shards go onward round the ring to their owner, often one rank further
-        return Hop(0, None, Send(self.ranks - last if self.rows is None else -last))
-
-    def _travelled(self, hop: int) -> int:
-        return self.distances[hop] * self.stride
-
-    def _bringing(self, hop: int) -> Send | None:
-        """The send that brings the keys of `hop`, during the hop before; `None` if there is no such hop."""
-        if hop == len(self.distances):
-            return None
-        if self.rows is None:
-            return Send(self.distances[hop] - self.distances[hop - 1])
-        return Send(self.distances[hop], self.rows[hop])
-
-    def _behind(self, hop: int) -> Send | None:
-        """The send, during `hop`, of the gradients from the hop before: to the rank with their keys, or the owner."""
-        if hop == 1:
-            return None
-        return self._bringing(hop) if self.rows is None else Send(-self.distances[hop - 1])
+        return Hop(0, None, self.returning[-1])
 
     def pairs(self, shift: int) -> list[tuple[int, int]]:
         """The sender and the receiver of each message of a permute by `shift` ranks."""

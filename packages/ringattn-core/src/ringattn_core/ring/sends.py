@@ -97,7 +97,10 @@ def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array)
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
-        """Sends `x` as 16-bit integers: XLA on CPU would widen 16-bit floats. On a GPU the bits are the same."""
+        """Sends `x` as 16-bit integers. XLA on CPU sends bfloat16 as float32: see benchmarks/upstream/.
+
+        On a GPU the bits are the same.
+        """
         return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
     if not axes.bound(axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -30,31 +30,13 @@ MOST_CHUNKS: Final = 128
 """The most chunks of all batch rows and key heads together: about the number of multiprocessors of a large GPU."""
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def attend(kernel: BlockKernel, call: Call) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks.
 
     If the call has a `query_offset`, queries are sharded like the cache: an all-gather gives all of them to every rank,
     and each rank gets its share of the merged result. Otherwise every rank already has all queries, which are few.
     """
-    with jax.debug_infs(False):  # -inf is a valid score and a valid lse
-        return _attend(kernel, call)
-
-
-def not_differentiable(call: Call) -> Call:
-    """Returns a call for `attend` with the same values; differentiating it raises `DerivativeError`."""
-    return (_few_queries if call.query_offset is None else _sharded_queries)(call)
-
-
-_few_queries = without_derivative(
-    lambda: DerivativeError("decode_attention has no derivative. For training, call ring_attention")
-)
-_sharded_queries = without_derivative(
-    lambda: DerivativeError("prefill_attention has no derivative where it sends the queries. Pass send='keys'")
-)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(kernel: BlockKernel, call: Call) -> Any:
     sharded = call.query_offset is not None
     everyone = _with_all_queries(call) if sharded else call
     ring, location = prepared(kernel, everyone)
@@ -71,10 +53,23 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     return partial.out.astype(call.query.dtype), partial.lse
 
 
+def not_differentiable(call: Call) -> Call:
+    """Returns a call for `attend` with the same values; differentiating it raises `DerivativeError`."""
+    return (_few_queries if call.query_offset is None else _sharded_queries)(call)
+
+
+_few_queries = without_derivative(
+    lambda: DerivativeError("decode_attention has no derivative. For training, call ring_attention")
+)
+_sharded_queries = without_derivative(
+    lambda: DerivativeError("prefill_attention has no derivative where it sends the queries. Pass send='keys'")
+)
+
+
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
     assert call.axis_name is not None and call.query_offset is not None
-    ranks = axes.size("axis_name", call.axis_name)
+    ranks = axes.size(call.axis_name)
     index = Shards(call.layout, ranks).order(ranks * call.query.shape[1])
     return dataclasses.replace(
         call,

@@ -99,7 +99,7 @@ def with_parameters(registration: Registration, call: Call) -> Call:
     if not (forward and backward):
         tuned = RingAttentionConfig()
         if tunable(registration) or hasattr(registration.implementation(), "default_config"):
-            tuned = configured(registration, of_call(registration, call, size("axis_name", call.axis_name or ())))
+            tuned = configured(registration, of_call(registration, call, size(call.axis_name or ())))
         forward, backward = [*forward, tuned.fwd_params], [*backward, tuned.bwd_params]
     return dataclasses.replace(call, fwd_params=forward[0], bwd_params=backward[0])
 
