@@ -13,7 +13,7 @@ from ringattn_core.call import checks
 from ringattn_core.call.options import OPTIONS
 from ringattn_core.call.validation import DTYPES
 from ringattn_core.contract.call import ARRAYS
-from ringattn_core.masks.int32 import POSITION
+from ringattn_core.integers import POSITION
 from ringattn_core.placement import arrays
 from ringattn_core.strategies import STRATEGIES
 

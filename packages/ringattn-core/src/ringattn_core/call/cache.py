@@ -14,7 +14,7 @@ from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
 from ..contract.call import ARRAYS, Call
 from ..errors import InputError, MeshError
-from ..masks.int32 import POSITION, as_int32
+from ..integers import POSITION, as_int32
 from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.axes import AxisName

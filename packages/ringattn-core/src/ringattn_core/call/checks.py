@@ -2,6 +2,7 @@
 """Checks the value of one argument at a time, and converts it to its canonical form."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -14,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from ..contract.call import ARRAYS
 from ..errors import InputError, did_you_mean
+from ..integers import INT32, POSITION, SEED, Limits, as_int32, integers, whole
 from ..masks.builder import Built, build
-from ..masks.int32 import INT32, POSITION, SEED, Limits, as_given, as_int32, fitting
 from ..placement import arrays, axes
 from ..strategies import STRATEGIES
 
@@ -130,14 +131,14 @@ def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None]:
     sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
     if len(sides) != 2:
         raise InputError(argument, f"got {x!r}", "Pass one width, or (left, right)")
-    left, right = (_integer(argument, side, 0) for side in sides)
+    remedy = "It needs an integer of at least 0, or None"
+    left, right = (None if s is None else whole(argument, s, 0, math.inf, remedy) for s in sides)
     return tuple(None if s is None or s >= 2 * MOST_POSITION else s for s in (left, right))  # pyright: ignore[reportReturnType]
 
 
-def chunk(argument: str, x: Any, _: Sizes) -> int | None:
+def chunk(argument: str, x: Any, _: Sizes) -> int:
     """Checks a chunk size. Sizes above 2^30 become 2^30: with either, chunks meet only at position 0."""
-    size = _integer(argument, x, 1)
-    return None if size is None else min(size, MOST_POSITION)
+    return min(whole(argument, x, 1, math.inf, "It needs an integer of at least 1, or None"), MOST_POSITION)
 
 
 def axis_names(argument: str, x: Any, _: Sizes) -> tuple[str, ...]:
@@ -151,15 +152,6 @@ def static(argument: str, x: Any) -> Any:
             argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
         )
     return x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.ndim(x) == 0 else x
-
-
-def _integer(argument: str, x: Any, least: int) -> int | None:
-    if x is None:
-        return None
-    x = static(argument, x)
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < least:
-        raise InputError(argument, f"got {x!r}", f"It needs an integer of at least {least}, or None")
-    return int(x)
 
 
 def _number(argument: str, x: Any, wanted: str, accepts: Callable[[Any], bool]) -> float | None:
@@ -194,13 +186,10 @@ def probability(argument: str, x: Any, _: Sizes | None = None) -> float:
 
 def seed(argument: str, x: Any, _: Sizes) -> jax.Array:
     """The dropout seed as uint32; a negative integer gets 2^32 added."""
-    whole = isinstance(x, int) and not isinstance(x, bool)
-    found = arrays.as_array(argument, 0 if whole else x)
-    if found.ndim or not jnp.issubdtype(found.dtype, jnp.integer):
-        raise InputError(argument, f"has shape {found.shape} and dtype {found.dtype}", "It needs one integer")
-    given = np.asarray(x, object) if whole else as_given(argument, x)
-    fitting(argument, given, SEED)
-    return jnp.asarray(found if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
+    given = integers(argument, x, SEED)
+    if given.ndim:
+        raise InputError(argument, f"has shape {given.shape}", "It needs one integer")
+    return jnp.asarray(given if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
 
 
 def flag(argument: str, x: Any, _: Sizes | None = None) -> bool:

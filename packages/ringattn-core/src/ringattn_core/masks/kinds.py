@@ -17,15 +17,13 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from ..errors import InputError
+from ..integers import fitting, whole
 from .algebra import Coordinates, Mask
-from .int32 import fitting
 
 
-def _whole_number(mask: Mask, name: str, least: int) -> None:
-    x = getattr(mask, name)
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or not least <= x < 2**31:
-        what = f"{type(mask).__name__}({name}=...)"
-        raise InputError(what, f"got {x!r}", f"It needs an integer of at least {least} and below 2^31")
+def _refuse_no_integer(mask: Mask, name: str, least: int) -> None:
+    remedy = f"It needs an integer of at least {least} and below 2^31"
+    whole(f"{type(mask).__name__}({name}=...)", getattr(mask, name), least, remedy=remedy)
 
 
 def _ends(x: Any) -> tuple[Any, Any]:
@@ -74,7 +72,7 @@ class Causal(_Band):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        _whole_number(self, "offset", -(2**31))
+        _refuse_no_integer(self, "offset", -(2**31))
 
     @property
     @override
@@ -92,7 +90,7 @@ class Local(_Band):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             if getattr(self, name) is not None:
-                _whole_number(self, name, 0)
+                _refuse_no_integer(self, name, 0)
 
     @property
     @override
@@ -107,7 +105,7 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self) -> None:
-        _whole_number(self, "length", 0)
+        _refuse_no_integer(self, "length", 0)
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
@@ -127,7 +125,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _whole_number(self, "size", 1)
+        _refuse_no_integer(self, "size", 1)
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:

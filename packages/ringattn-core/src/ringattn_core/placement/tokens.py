@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..errors import InputError, MeshError
+from ..integers import whole
 from . import axes
 from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
 from .layout import Shards, canonical, pieces, refuse_indivisible
 from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes, sharding_of
-from .reorder import is_integer, to_layout
+from .reorder import to_layout
 
 
 def shift(
@@ -49,7 +50,7 @@ def shift(
         layout: As in `ring_attention`.
         fill: The entry where there is no such token.
     """
-    x, places = as_array("x", x), (_integer("n", n),)
+    x, places = as_array("x", x), (whole("n", n, -(2**31), remedy="Pass an integer: how many places later"),)
     ring = _Ring.of("x", x, axis_name, mesh, layout)
     return _moved(ring, x, segment_ids, places, fill, "n")[0]
 
@@ -77,8 +78,7 @@ def halo(
         mesh: As in `shift`.
         layout: As in `ring_attention`.
     """
-    if _integer("width", width) < 0:
-        raise InputError("width", f"got {width}", "Pass how many tokens before each one are needed, 0 or more")
+    width = whole("width", width, 0, remedy="Pass how many tokens before each one are needed, 0 or more")
     x, places = as_array("x", x), tuple(range(-width, 1))
     return _moved(_Ring.of("x", x, axis_name, mesh, layout), x, segment_ids, places, 0, "width")
 
@@ -181,12 +181,6 @@ def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
         "loss_weights": np.pad(same.astype(np.float32), after),
         "positions": index - np.maximum.accumulate(starts, 1),
     }
-
-
-def _integer(argument: str, value: Any) -> int:
-    if not is_integer(value):
-        raise InputError(argument, f"got {value!r}", "Pass an integer that is known before tracing")
-    return int(value)
 
 
 @dataclasses.dataclass(frozen=True)
