@@ -14,7 +14,7 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
-from ringattn_core.strategies.run import settled, tuned_as
+from ringattn_core.strategies.run import settled, that_runs
 from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
@@ -54,7 +54,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
-        run_as = tuned_as(dataclasses.replace(local, strategy=settled(registration, local)))
+        run_as = that_runs(dataclasses.replace(local, strategy=settled(registration, local)))
         asked.append((registration, of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))))
 
     trace(call, on_one_rank)

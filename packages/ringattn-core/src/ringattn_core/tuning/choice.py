@@ -32,7 +32,7 @@ _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = 
 """
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
-"""Counts changes of parameters that calls were traced with. A program from before a change may have other parameters."""
+"""Counts changes of parameters that calls were traced with. A program from before a change may have other ones."""
 
 
 def policy() -> str:
