@@ -87,7 +87,13 @@ def backends() -> tuple[BackendStatus, ...]:
 
 def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
     """The status of one backend. With `load`, its kernel is imported too, and a failure becomes the `reason`."""
-    descriptor, broken = registration.backend, registration.why_broken(load)
+    descriptor, broken = registration.backend, False
+    try:
+        reason = registration.why_unavailable()
+        if load and reason is None:
+            registration.implementation()
+    except RingAttnError as error:
+        reason, broken = str(error), True
     features: dict[str, str] = {}
     if descriptor is not None:
         features = {feature.name: descriptor.answer(feature) for feature in Feature}
@@ -103,8 +109,8 @@ def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
         probe=descriptor.probe if descriptor else None,
         largest_head=descriptor.largest_head if descriptor else None,
         head_multiple=descriptor.head_multiple if descriptor else None,
-        reason=registration.why_unavailable() if broken is None else str(broken),
-        broken=broken is not None,
+        reason=reason,
+        broken=broken,
         features=features,
     )
 
