@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from ..backends.discovery import Registration
-from ..config import RingAttentionConfig
+from ..config import RingAttentionConfig, backend_and_params
 from ..contract.call import Call
 from ..errors import InputError, MeshError
 from ..masks.int32 import POSITION, as_int32
@@ -188,10 +188,8 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     all queries. Returns also the position of each row's first query, which may be negative; the backend asked for; and
     the mesh, which is `None` if the arrays are local.
     """
-    cfg, backend = variables["cfg"], variables["backend"]
-    config = RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
-    given = options_in(variables) | {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    given["query_offset"] = 0  # callers of this function replace it
+    backend, params = backend_and_params(variables["cfg"], variables["backend"])
+    given = options_in(variables) | params | {"causal": True, "query_offset": 0}  # callers replace the offset
     operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
     mesh = mesh_of(variables["mesh"], given, operands.values())
     call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries=not sharded)
@@ -212,7 +210,6 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
         refuse_sharded(ring, {"lengths": known} | whole)
         if sharded:
             refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
-    backend = config.backend_name if backend is None else backend
     if call.kv_positions is not None:  # no query comes after the last position, so an empty entry there is not seen
         held = jnp.where(call.kv_positions < 0, POSITION[1], call.kv_positions)
         call = dataclasses.replace(call, kv_positions=held)
