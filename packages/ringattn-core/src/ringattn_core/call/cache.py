@@ -18,7 +18,7 @@ from ..masks.int32 import POSITION, as_int32
 from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.axes import AxisName
-from ..placement.layout import pieces, refuse_indivisible
+from ..placement.layout import refuse_indivisible
 from ..placement.mesh import of_context, ranks_of
 from ..placement.platforms import refuse_different_devices
 from ..strategies import cache
@@ -203,13 +203,14 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     known = as_int32("lengths", variables["lengths"], limits)
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
-    _refuse_uneven_cache(call, 1 if mesh is None else ranks_of(mesh, call.axis_name or ()))
+    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.axis_name or ())
+    refuse_indivisible("key_cache", room, call.layout, ranks)  # to pad it here would copy the whole cache
     if mesh is None:
         refuse_different_devices({"query": call.query, "lengths": known})
         ring, whole = call.axis_name or (), {} if sharded else {"query": call.query}
         refuse_sharded(ring, {"lengths": known} | whole)
         if sharded:
-            refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
+            refuse_indivisible("query", tokens, call.layout, ranks)
     if call.kv_positions is not None:  # no query comes after the last position, so an empty entry there is not seen
         held = jnp.where(call.kv_positions < 0, POSITION[1], call.kv_positions)
         call = dataclasses.replace(call, kv_positions=held)
@@ -247,14 +248,3 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
     out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
     return (out, *lse) if lse else out
-
-
-def _refuse_uneven_cache(call: Call, ranks: int) -> None:
-    """Raises unless the layout splits the cache evenly between the ranks. (Padding would copy the whole cache.)"""
-    room, parts = call.key.shape[1], ranks * pieces(call.layout)
-    if room % parts:
-        raise InputError(
-            "key_cache",
-            f"has room for {room} tokens, which {call.layout!r} on {ranks} ranks cannot split into {parts}",
-            f"Allocate {-(-room // parts) * parts}",
-        )
