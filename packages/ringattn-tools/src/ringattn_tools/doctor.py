@@ -17,7 +17,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
 from ringattn_core.placement.platforms import platform_of
 
-from .output import Title, show
+from .output import Title, one_line, show
 
 _LIBRARIES: Final = ("ringattn-core", "ringattn-tools", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton")
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -128,14 +128,14 @@ def diagnose() -> Diagnosis:
             try:
                 working.append(selection.select(name, frozenset(), where).name)
             except RingAttnError as error:
-                faults.append(error.one_line())
+                faults.append(one_line(error))
         elif status.broken and status.reason:
             faults.append(status.reason)
     if where is not None:
         try:
             default = selection.select(None, frozenset(), where).name
         except RingAttnError as error:
-            faults.append(error.one_line())
+            faults.append(one_line(error))
     return Diagnosis(
         versions=_versions(),
         environment=_environment(),
