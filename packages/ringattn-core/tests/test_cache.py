@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         DECODE,
         {"key_cache": KEY[:, :30], "value_cache": VALUE[:, :30], "lengths": 1},
         InputError,
-        "Allocate 32",
+        "key_cache has 30. Pad it to 32",
     ),
     "an option of ring_attention": (
         DECODE,

@@ -76,7 +76,7 @@ def test_a_backend_without_ids_is_refused_for_padding_in_the_words_of_the_caller
         for backend, kind in (("thin", UnsupportedFeatureError), (None, NoBackendError)):
             with pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
                 ring_attention(x, x, x, mesh=mesh, axis_name="sp", backend=backend)
-            assert caught.value.one_line().endswith(note)
+            assert note in caught.value.__notes__
             with pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
                 ring_attention(x, x, x, mesh=mesh, axis_name="sp", q_segment_ids=ids, backend=backend)
-            assert note not in caught.value.one_line()
+            assert note not in getattr(caught.value, "__notes__", ())

@@ -18,7 +18,7 @@ from ringattn_core.strategies import run
 from .abstract_call import AbstractCall
 from .engine import Hops
 from .memory import held, planned_by_xla
-from .output import Bytes, Rows
+from .output import Bytes, Rows, one_line
 from .shards import Shard, shard, tile_size, tile_states
 from .work import Work, data_bytes
 
@@ -159,7 +159,7 @@ def _choice(
     except RingAttnError as error:
         if isinstance(error, BackendNotFoundError) and error.name is not None:
             raise
-        return None, error.one_line()
+        return None, one_line(error)
 
 
 def _answer(chosen: Registration | None, registration: Registration, reason: str | None) -> dict[str, Any]:

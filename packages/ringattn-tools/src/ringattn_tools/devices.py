@@ -14,6 +14,7 @@ from ringattn_core.tuning import cache
 from ringattn_core.tuning.choice import policy
 from ringattn_core.tuning.problem import machine
 
+from . import stored
 from .work import operations
 
 Rates = tuple[float, float]
@@ -182,7 +183,7 @@ def tuned_rates(kind: str, backend: str | None, itemsize: int, head_dim: int) ->
 def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
     """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size."""
     best: dict[tuple[int, int], Rates] = {}
-    for entry in cache.entries():
+    for entry in stored.entries():
         told = entry.problem
         here = (told.get("device"), told.get("backend"), told.get("ranks", 1)) == (device, backend, 1)
         rates = _of_entry(entry) if here and set(told) <= _COUNTABLE else None

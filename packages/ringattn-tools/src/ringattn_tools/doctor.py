@@ -17,7 +17,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
 from ringattn_core.placement.platforms import platform_of
 
-from .output import Title, show
+from .output import Title, one_line, show
 
 _LIBRARIES: Final = ("ringattn-core", "ringattn-tools", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton")
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -87,7 +87,13 @@ def backends() -> tuple[BackendStatus, ...]:
 
 def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
     """The status of one backend. With `load`, its kernel is imported too, and a failure becomes the `reason`."""
-    descriptor, broken = registration.backend, registration.why_broken(load)
+    descriptor, broken = registration.backend, False
+    try:
+        reason = registration.why_unavailable()
+        if load and reason is None:
+            registration.implementation()
+    except RingAttnError as error:
+        reason, broken = str(error), True
     features: dict[str, str] = {}
     if descriptor is not None:
         features = {feature.name: descriptor.answer(feature) for feature in Feature}
@@ -103,8 +109,8 @@ def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
         probe=descriptor.probe if descriptor else None,
         largest_head=descriptor.largest_head if descriptor else None,
         head_multiple=descriptor.head_multiple if descriptor else None,
-        reason=registration.why_unavailable() if broken is None else str(broken),
-        broken=broken is not None,
+        reason=reason,
+        broken=broken,
         features=features,
     )
 
@@ -122,14 +128,14 @@ def diagnose() -> Diagnosis:
             try:
                 working.append(selection.select(name, frozenset(), where).name)
             except RingAttnError as error:
-                faults.append(error.one_line())
+                faults.append(one_line(error))
         elif status.broken and status.reason:
             faults.append(status.reason)
     if where is not None:
         try:
             default = selection.select(None, frozenset(), where).name
         except RingAttnError as error:
-            faults.append(error.one_line())
+            faults.append(one_line(error))
     return Diagnosis(
         versions=_versions(),
         environment=_environment(),

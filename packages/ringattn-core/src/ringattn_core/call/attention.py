@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..config import BwdParams, FwdParams, RingAttentionConfig, backend_and_params
 from ..contract.expansion import expansion
 from ..contract.signature import RingKernel
 from ..errors import InputError, MeshError
@@ -154,9 +154,9 @@ def ring_attention(
         ringattn_core.errors.UnsupportedFeatureError: The named backend lacks an option or head size of the call.
         ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
-    given, config = options_in(locals()), RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
-    given |= _held(mask_info, given) | {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    backend = config.backend_name if backend is None else backend
+    given = options_in(locals())
+    backend, params = backend_and_params(cfg, backend)
+    given |= _held(mask_info, given) | params
     key, value, travelling = _expanded(key, value, expand, expand_params)
     mesh = mesh_of(mesh, given, (query, key, value))
     call = validated(query, key, value, **given, ranks=None if mesh is None else 1)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the strategy of a rank's call, by name or for "auto" by a rule, and runs it."""
 
-import dataclasses
 from typing import Any
 
 from ..backends.discovery import Registration
@@ -74,9 +73,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 def run(registration: Registration, call: Call) -> Any:
     """A rank's output, or `(out, lse)` with `return_lse`. `call.strategy` must be one that `settled` returns."""
-    moved = _that_runs(call)
-    tuned = with_parameters(registration, moved.narrowed())
-    moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
+    moved = with_parameters(registration, that_runs(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     exchanged = call.strategy == "ulysses"
     stripe = axes.size((call.axis_name or ())[-1:]) if exchanged else 1
@@ -87,12 +84,7 @@ def run(registration: Registration, call: Call) -> Any:
     return result if call.return_lse else result[0]
 
 
-def tuned_as(call: Call) -> Call:
-    """The call whose shapes and dtypes tuning chooses parameters for: with "ulysses", after the exchange of heads."""
-    return _that_runs(call).narrowed()
-
-
-def _that_runs(call: Call) -> Call:
+def that_runs(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
     moved = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
     return balance.folded(moved) if call.balance else moved
