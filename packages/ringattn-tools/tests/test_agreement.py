@@ -100,7 +100,7 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
         assert Counter((target - origin) % hops.ranks for origin, target in pairs) == wanted
     groups = ({rank // hops.sizes[0] for rank in pair} for pair in pairs)
     assert sum(len(group) == 2 for group in groups) == sum(message.level > 0 for message in sent)
-    assert messages(found, "forward").total() == len(found.hops) - 1
+    assert messages(found, "forward").total() == len(found.keys_of) - 1
 
 
 @pytest.mark.parametrize("name", ["causal", "padded"])
@@ -161,7 +161,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
         got.setdefault((tokens[0].index(row) // q_length, tokens[1].index(column) // kv_length), []).append(states)
     expected = set()
     for rank in range(request.ring):
-        for number in range(len(found.hops)):
+        for number in range(len(found.keys_of)):
             place = rank, int(found.shard.hops.sources[number, rank])
             expected.add(place)
             for row in np.concatenate(got[place]):

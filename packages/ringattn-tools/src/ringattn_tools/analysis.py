@@ -4,7 +4,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from ringattn_core.backends import selection
@@ -34,18 +34,6 @@ _OF_PREFILL: Final = {
 """The options of `ring_attention` that `prefill_attention` has too, or that it always sets."""
 
 
-class Hop(NamedTuple):
-    """A hop: every rank computes with keys that have travelled `offset` ranks.
-
-    `keys_of` is the rank whose keys rank `r` computes with, such as `r - 2`. In a ring of two levels, the group of that
-    rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
-    """
-
-    number: int
-    offset: int
-    keys_of: str
-
-
 @dataclasses.dataclass(frozen=True)
 class CallAnalysis:
     """The result of `analyse`.
@@ -53,10 +41,12 @@ class CallAnalysis:
     `choice` is the backend that would run the call; without one, `refusal` gives the reason. `own_ring` means that this
     backend drives its own ring; the hops are then those of core's engine. `strategy` is the strategy that the call
     takes, and `not_possible` are those that it cannot take, with the reasons. `lengths` are the numbers of queries and
-    keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
-    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `prefill`
-    says what `prefill_attention` would send for the same queries, if they suit it. `states` are `SKIPPED`, `MASKED` or
-    `WHOLE`, `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
+    keys of one rank, padding included; `tile` is queries by keys. `keys_of` has for each hop the rank whose keys rank
+    `r` computes with, such as `r - 2`; in a ring of two levels the group of that rank comes first, for a rank `r` of
+    group `g`: `g - 1, r - 2`. `skipped` are the offsets at which no query sees any key. `gathered` is the number of
+    bytes of ids and positions that each rank receives before the first hop. `prefill` says what `prefill_attention`
+    would send for the same queries, if they suit it. `states` are `SKIPPED`, `MASKED` or `WHOLE`, `[ranks, hops, q
+    tiles, key tiles]`, of the first batch row and all heads.
     """
 
     call: AbstractCall
@@ -70,7 +60,7 @@ class CallAnalysis:
     not_possible: dict[str, str]
     lengths: tuple[int, int]
     tile: tuple[int, int]
-    hops: tuple[Hop, ...]
+    keys_of: tuple[str, ...]
     skipped: tuple[int, ...]
     sent: Rows
     gathered: int
@@ -138,7 +128,7 @@ def analyse(
         not_possible=run.refusals(chosen, local.call, call.ring, call.inner),
         lengths=local.lengths,
         tile=size,
-        hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),
+        keys_of=tuple(_origin(hops, offset) for offset in hops.offsets),
         skipped=tuple(offset for offset in range(call.ring) if offset not in hops.offsets),
         sent=_sent(hops),
         gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (call.ring - 1),
@@ -175,7 +165,7 @@ def _answer(chosen: Registration | None, registration: Registration, reason: str
 
 
 def _origin(hops: Hops, offset: int) -> str:
-    """`Hop.keys_of` for keys that have travelled `offset`, a number with a digit for each level of the ring."""
+    """The `keys_of` of keys that have travelled `offset`: a number with a digit for each level of the ring."""
     digits = []
     for letter, size in zip(_LEVELS, hops.sizes, strict=False):
         digits.append(_rank(-(offset % size), letter))

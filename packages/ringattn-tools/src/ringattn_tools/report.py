@@ -9,7 +9,7 @@ from . import documents
 from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title, show
 
-HIDDEN: Final = ("call", "hops", "states", "not_possible", "prefill", "shard")
+HIDDEN: Final = ("call", "keys_of", "states", "not_possible", "prefill", "shard")
 """The fields of `CallAnalysis` that JSON leaves out, or shows under other names."""
 COLUMNS: Final = 9
 """The most ranks for which the table of tiles has a column a rank. With more, it has minimum, mean and maximum."""
@@ -106,8 +106,8 @@ def tiles(analysis: CallAnalysis, full: bool = False) -> Rows:
             shown = {f"rank {number}": count for number, count in enumerate(counts)}
         return {"hop": hop, "keys of": keys, **shown, "busiest": busiest}
 
-    pairs = zip(analysis.hops, analysis.tiles.tolist(), strict=True)
-    rows = [row(hop.number, hop.keys_of, counts, max(counts)) for hop, counts in pairs]
+    pairs = enumerate(zip(analysis.keys_of, analysis.tiles.tolist(), strict=True))
+    rows = [row(number, keys, counts, max(counts)) for number, (keys, counts) in pairs]
     runs = [[one] for one in rows] if full else [list(run) for _, run in groupby(rows, lambda x: list(x.values())[2:])]
     for first, *_, last in (run for run in runs if len(run) > 1):
         first |= {name: f"{first[name]} to {last[name]}" for name in ("hop", "keys of")}
@@ -125,7 +125,7 @@ def _of_tiles(analysis: CallAnalysis) -> Iterator[str]:
     if analysis.skipped:
         runs = [[x for _, x in run] for _, run in groupby(enumerate(analysis.skipped), lambda pair: pair[1] - pair[0])]
         lost = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        made = f"{len(analysis.hops) - 1} of {analysis.ranks - 1} sends are made"
+        made = f"{len(analysis.keys_of) - 1} of {analysis.ranks - 1} sends are made"
         yield f"{made}: no query sees the keys that are {lost} ranks away."
 
 
