@@ -2,6 +2,7 @@
 """Analyses a call without running it: its backend, hops, tiles, messages and memory, by the engine's own functions."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,16 +11,17 @@ import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
 from ringattn_core.call.cache import bytes_to_send
-from ringattn_core.call.options import head_sizes
+from ringattn_core.call.options import head_sizes, needs
+from ringattn_core.contract.call import Call
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
 from ringattn_core.strategies import run
 
 from .abstract_call import AbstractCall
-from .engine import Hops
+from .engine import Hops, hops_of_call
 from .memory import held, planned_by_xla
 from .output import Bytes, Rows
-from .shards import Shard, shard, tile_size, tile_states
+from .shards import local_call, tile_size, tile_states
 from .work import Work, data_bytes
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
@@ -67,7 +69,7 @@ class CallAnalysis:
     prefill: Rows
     memory: Rows
     compiled: dict[str, Any] | None
-    shard: Shard
+    work: Work
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -78,13 +80,6 @@ class CallAnalysis:
     def tiles(self) -> np.ndarray:
         """The number of tiles that each rank computes at each hop, `[hops, ranks]`."""
         return (self.states >= MASKED).sum((2, 3)).T
-
-    @property
-    def work(self) -> Work:
-        """The work of the call for the cost model. It counts every pair of query and key in the computed tiles."""
-        pairs = np.zeros((self.ranks, self.ranks))
-        pairs[np.arange(self.ranks), self.shard.hops.sources] = self.tiles * np.prod(self.tile)
-        return Work.of_call(self.shard.call, self.shard.hops, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -108,34 +103,34 @@ def analyse(
 
     Raises the errors that the call would raise, except where no backend can run it: `refusal` then gives the reason.
     """
-    local = shard(call)
-    heads = head_sizes(local.call)
-    chosen, refusal = _choice(backend, local.needs, platform, heads)
-    own_ring = chosen is not None and chosen.descriptor().kernel is None
-    hops, size = local.hops, tile_size(local, tile)
-    work = Work.of_call(local.call, hops, np.zeros((call.ring, call.ring)))
+    local = local_call(call)
+    needed, heads, lengths = needs(local), head_sizes(local), (local.query.shape[1], local.key.shape[1])
+    chosen, refusal = _choice(backend, needed, platform, heads)
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
-    states = tile_states(call, local, size)
+    size, hops = tile_size(lengths, call.ring, tile), hops_of_call(local, call.ring, call.inner)
+    states = tile_states(call, lengths, size)
+    # Every pair of a query and a key in a computed tile counts.
+    work = Work(local, hops, (states >= MASKED).sum((1, 3)) * math.prod(size))
     return CallAnalysis(
         call=call,
         platform=platform,
-        needs=tuple(feature.name for feature in Feature if feature in local.needs),
-        backends=[_answer(chosen, *answer) for answer in selection.candidates(local.needs, platform, heads)],
+        needs=tuple(feature.name for feature in Feature if feature in needed),
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(needed, platform, heads)],
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
-        own_ring=own_ring,
-        strategy=run.strategy_on(chosen, local.call, call.ring, call.inner),
-        not_possible=run.refusals(chosen, local.call, call.ring, call.inner),
-        lengths=local.lengths,
+        own_ring=chosen is not None and chosen.descriptor().kernel is None,
+        strategy=run.strategy_on(chosen, local, call.ring, call.inner),
+        not_possible=run.refusals(chosen, local, call.ring, call.inner),
+        lengths=lengths,
         tile=size,
         keys_of=tuple(_origin(hops, offset) for offset in hops.offsets),
         skipped=tuple(offset for offset in range(call.ring) if offset not in hops.offsets),
         sent=_sent(hops),
-        gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (call.ring - 1),
+        gathered=data_bytes((local.kv_segment_ids, local.kv_positions)) * (call.ring - 1),
         prefill=_prefill(call, local),
-        memory=held(local, work),
+        memory=held(work),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
-        shard=local,
+        work=work,
         states=states[np.arange(call.ring)[:, None], :, hops.sources.T],
     )
 
@@ -185,14 +180,14 @@ def _sent(hops: Hops) -> Rows:
     ]
 
 
-def _prefill(call: AbstractCall, shard: Shard) -> Rows:
+def _prefill(call: AbstractCall, local: Call) -> Rows:
     """What `prefill_attention` would send for the same queries: a row if it sends keys, and a row if it sends queries.
 
     Empty on one rank, and unless the call is causal, has `query_offset`, and has only options in `_OF_PREFILL`.
     """
     if call.ring == 1 or not {"causal", "query_offset"} <= call.said.keys() <= _OF_PREFILL:
         return []
-    of_keys, of_queries = (Bytes((call.ring - 1) * count) for count in bytes_to_send(shard.call))
+    of_keys, of_queries = (Bytes((call.ring - 1) * count) for count in bytes_to_send(local))
     return [
         {"chosen": of_keys <= of_queries, "send": "keys", "sent": of_keys, "hides": "behind kernels"},
         {"chosen": of_keys > of_queries, "send": "queries", "sent": of_queries, "hides": "no"},

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from ringattn_core.call.options import head_sizes
 from ringattn_core.errors import InputError
 from ringattn_core.placement import platforms
 
@@ -105,7 +106,7 @@ def _device(analysis: CallAnalysis, arguments: argparse.Namespace) -> Device | s
         links, host = (measured.link,), measured.host
     rates = arguments.rate, "Kernel rates of the command line; their launches, and copies of sums, take no time"
     if arguments.rate is None:
-        rates = rates_of(name, analysis.choice, work.itemsize, max(work.head_dim, work.value_dim), here)
+        rates = rates_of(name, analysis.choice, work.itemsize, max(head_sizes(work.call)), here)
         launch, copy = (measured.launch, measured.copy) if measured else (launch, copy)
     lacking = {"--rate": "kernels"} if rates is None else {}
     lacking |= {"--link": f"links between {work.ranks} ranks"} if links is None else {}

@@ -9,7 +9,7 @@ from . import documents
 from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title, show
 
-HIDDEN: Final = ("call", "keys_of", "states", "not_possible", "prefill", "shard")
+HIDDEN: Final = ("call", "keys_of", "states", "not_possible", "prefill", "work")
 """The fields of `CallAnalysis` that JSON leaves out, or shows under other names."""
 COLUMNS: Final = 9
 """The most ranks for which the table of tiles has a column a rank. With more, it has minimum, mean and maximum."""
@@ -116,8 +116,8 @@ def tiles(analysis: CallAnalysis, full: bool = False) -> Rows:
 
 def _of_tiles(analysis: CallAnalysis) -> Iterator[str]:
     yield balance(analysis)
-    if len(analysis.shard.hops.sizes) > 1:
-        inner, groups = analysis.shard.hops.sizes
+    if len(analysis.work.hops.sizes) > 1:
+        inner, groups = analysis.work.hops.sizes
         yield (
             f"The ring has two levels: keys go round the {inner} ranks r of a group, and meanwhile the next keys come "
             f"from the group before, of {groups} groups g."

@@ -13,31 +13,16 @@ import numpy as np
 from ringattn_core.call import options, sharding
 from ringattn_core.call.validation import validated
 from ringattn_core.contract.call import Call
-from ringattn_core.contract.features import Feature
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.errors import InputError
 
 from .abstract_call import AXIS, AbstractCall
-from .engine import Hops, hops_of_call, own_block
+from .engine import own_block
 
 _TILE: Final = 128
 _MANY_TILES, _MOST_TILES = 2**22, 2**26
 """The default tile size grows until all ranks together have at most `_MANY_TILES` tiles. A size with more than
 `_MOST_TILES` tiles raises."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The call of one rank as the ring engine gets it, in shapes only, its hops, and the features that it `needs`."""
-
-    call: Call
-    hops: Hops
-    needs: frozenset[Feature]
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """The numbers of queries and keys of one rank, padding included."""
-        return self.call.query.shape[1], self.call.key.shape[1]
 
 
 def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
@@ -48,25 +33,19 @@ def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
     return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers)
 
 
-def shard(call: AbstractCall) -> Shard:
-    """The shard of one rank."""
-    static: list[tuple[Hops, frozenset[Feature]]] = []
-
-    def on_one_rank(local: Call) -> Call:
-        static.append((hops_of_call(local, call.ring, call.inner), options.needs(local)))
-        return local
-
-    stacked = trace(call, on_one_rank)
-    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-    return Shard(local, *static[0])
+def local_call(call: AbstractCall) -> Call:
+    """The call of one rank as the ring engine gets it, in shapes only, padding included."""
+    stacked = trace(call, lambda local: local)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
-def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.ndarray:
+def tile_states(call: AbstractCall, lengths: tuple[int, int], tile: tuple[int, int]) -> np.ndarray:
     """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, q tiles, ranks of the keys, kv tiles]`.
 
-    The states are those of the first batch row. A tile is `SKIPPED` only if no head sees any of its pairs.
+    `lengths` are as in `tile_size`. The states are those of the first batch row. A tile is `SKIPPED` only if no head
+    sees any of its pairs.
     """
-    q_length, kv_length = (-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True))
+    q_length, kv_length = (-(-length // size) * size for length, size in zip(lengths, tile, strict=True))
 
     def of_rank(local: Call) -> jax.Array:
         own = own_block(local).padded_to(q_length, kv_length)
@@ -82,20 +61,23 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
     return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers))
 
 
-def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
-    """The queries and keys of a tile: as `asked`; else 128 by 128, or more for very long sequences. At most a shard."""
-    ranks, size = shard.hops.ranks, asked or (_TILE, _TILE)
+def tile_size(lengths: tuple[int, int], ranks: int, asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The queries and keys of a tile: as `asked`; else 128 by 128, or more for very long sequences. At most a shard.
+
+    `lengths` are the numbers of queries and keys of a shard.
+    """
+    size = asked or (_TILE, _TILE)
     if min(size) < 1:
         raise InputError("--tile", f"got {size[0]},{size[1]}", "Pass positive lengths of queries and keys")
 
     def count() -> int:
-        return math.prod(ranks * -(-length // tile) for length, tile in zip(shard.lengths, size, strict=True))
+        return math.prod(ranks * -(-length // tile) for length, tile in zip(lengths, size, strict=True))
 
-    while asked is None and min(size) < max(shard.lengths) and count() > _MANY_TILES:
+    while asked is None and min(size) < max(lengths) and count() > _MANY_TILES:
         size = (2 * size[0], 2 * size[1])
     if count() > _MOST_TILES:
         raise InputError("--tile", f"{size[0]},{size[1]} makes {count()} tiles", f"At most {_MOST_TILES} can be shown")
-    return min(size[0], shard.lengths[0]), min(size[1], shard.lengths[1])
+    return min(size[0], lengths[0]), min(size[1], lengths[1])
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:
