@@ -59,13 +59,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     trace(call, on_one_rank)
     registration, problem = asked[0]
-    _tune(registration, problem, keep=not arguments.dry_run)
-    return 0
-
-
-def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
-    """Times every candidate configuration for `problem`, prints a table, and stores the fastest if `keep`."""
-    outcome = search.tune(problem, registration, keep=keep)
+    outcome = search.tune(problem, registration, keep=not arguments.dry_run)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, best in (
         ("forward", outcome.forward, outcome.config.fwd_params),
@@ -73,8 +67,9 @@ def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
         show("", Title(title), *([candidates(timed, best)] if timed else []))
-    stored = cache.read(problem) if keep else None
+    stored = None if arguments.dry_run else cache.read(problem)
     print(f"\nstored in {stored.path}" if stored else "\nnot stored")
+    return 0
 
 
 def _refuse_too_large(call: AbstractCall) -> None:
