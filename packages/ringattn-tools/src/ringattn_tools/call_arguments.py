@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from jaxtyping import Float
 from ringattn_core.call import checks
-from ringattn_core.call.options import OPTIONS
+from ringattn_core.call.options import ARRAYS, OPTIONS
 from ringattn_core.call.validation import DTYPES
 from ringattn_core.masks.int32 import POSITION
 from ringattn_core.placement import arrays
@@ -102,9 +102,8 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def shape_of(name: str, lengths: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
     """The shape of the array `name`: axes in `_DECIDED` have the length in `sizes`, the others take `lengths`."""
-    (array,) = (option.array for option in OPTIONS if option.name == name)
     rest = iter(lengths)
-    return tuple(sizes[letter] if letter in _DECIDED else next(rest) for letter in arrays.letters(array))
+    return tuple(sizes[letter] if letter in _DECIDED else next(rest) for letter in arrays.letters(ARRAYS[name]))
 
 
 def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:
