@@ -2,11 +2,14 @@
 """Analyses a call without running it: its backend, hops, tiles, messages and memory, by the engine's own functions."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
@@ -14,18 +17,22 @@ from ringattn_core.call.cache import bytes_to_send
 from ringattn_core.call.options import head_sizes, needs
 from ringattn_core.contract.call import Call
 from ringattn_core.contract.features import Feature
-from ringattn_core.errors import BackendNotFoundError, RingAttnError
+from ringattn_core.contract.tiles import tiles
+from ringattn_core.errors import BackendNotFoundError, InputError, RingAttnError
 from ringattn_core.strategies import run
 
-from .abstract_call import AbstractCall
-from .engine import Hops, hops_of_call
+from .abstract_call import AXIS, AbstractCall, every_rank, local_call
+from .engine import Hops, hops_of_call, own_block
 from .memory import held, planned_by_xla
 from .output import Bytes, Rows
-from .shards import local_call, tile_size, tile_states
 from .work import Work, data_bytes
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
+_TILE: Final = 128
+_MANY_TILES, _MOST_TILES = 2**22, 2**26
+"""The default tile size grows until all ranks together have at most `_MANY_TILES` tiles. A size with more than
+`_MOST_TILES` tiles raises."""
 _LEVELS: Final = "rg"
 """The letters for a rank of an inner ring, "r", and for its group, "g"."""
 
@@ -133,6 +140,47 @@ def analyse(
         work=work,
         states=states[np.arange(call.ring)[:, None], :, hops.sources.T],
     )
+
+
+def tile_states(call: AbstractCall, lengths: tuple[int, int], tile: tuple[int, int]) -> np.ndarray:
+    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, q tiles, ranks of the keys, kv tiles]`.
+
+    `lengths` are as in `tile_size`. The states are those of the first batch row. A tile is `SKIPPED` only if no head
+    sees any of its pairs.
+    """
+    q_length, kv_length = (-(-length // size) * size for length, size in zip(lengths, tile, strict=True))
+
+    def of_rank(local: Call) -> jax.Array:
+        own = own_block(local).padded_to(q_length, kv_length)
+
+        def of_all_ranks(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+        visible = tiles(own.map_keys(of_all_ranks), *tile)
+        states = visible.some[0].astype(jnp.uint8) + visible.full[0].astype(jnp.uint8)
+        return states.reshape(q_length // tile[0], call.ring, kv_length // tile[1])
+
+    # Only the shapes of the large arrays are read, so XLA under `jit` never allocates them.
+    return np.asarray(jax.jit(functools.partial(every_rank, call, of_rank))(call.integers))
+
+
+def tile_size(lengths: tuple[int, int], ranks: int, asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The queries and keys of a tile: as `asked`; else 128 by 128, or more for very long sequences. At most a shard.
+
+    `lengths` are the numbers of queries and keys of a shard.
+    """
+    size = asked or (_TILE, _TILE)
+    if min(size) < 1:
+        raise InputError("--tile", f"got {size[0]},{size[1]}", "Pass positive lengths of queries and keys")
+
+    def count() -> int:
+        return math.prod(ranks * -(-length // tile) for length, tile in zip(lengths, size, strict=True))
+
+    while asked is None and min(size) < max(lengths) and count() > _MANY_TILES:
+        size = (2 * size[0], 2 * size[1])
+    if count() > _MOST_TILES:
+        raise InputError("--tile", f"{size[0]},{size[1]} makes {count()} tiles", f"At most {_MOST_TILES} can be shown")
+    return min(size[0], lengths[0]), min(size[1], lengths[1])
 
 
 def _choice(

@@ -19,10 +19,9 @@ from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
 from . import call_arguments, search
-from .abstract_call import AbstractCall
+from .abstract_call import AbstractCall, trace
 from .output import Bytes, Rows, Title, show
 from .search import Timed, shown
-from .shards import trace
 from .work import data_bytes
 
 
