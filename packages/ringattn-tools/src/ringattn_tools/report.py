@@ -68,12 +68,9 @@ def described(analysis: CallAnalysis) -> str:
     said = [f"{name.replace('_', ' ')} {_plain(value)}".rstrip() for name, value in analysis.call.said.items()]
     whole = tuple(analysis.call.floating[name].shape[1] for name in ("query", "key"))
     padded = (queries * analysis.ranks, keys * analysis.ranks) != whole
-    needs = (
-        " (which needs SEGMENT_IDS)"
-        if "SEGMENT_IDS" in analysis.needs and "documents" not in analysis.call.said
-        else ""
-    )
-    holds = f"each rank holds {queries} queries and {keys} keys" + (f", with padding{needs}" if padded else "")
+    holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
+    if padded and "SEGMENT_IDS" in analysis.needs and "documents" not in analysis.call.said:
+        holds += " (which needs SEGMENT_IDS)"
     return f"{', '.join(said) or 'no mask'}; {holds}"
 
 
