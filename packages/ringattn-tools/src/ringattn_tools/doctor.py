@@ -79,7 +79,7 @@ def diagnose() -> Diagnosis:
     found, working, default = [], [], None
 
     def selected(name: str | None, platform: str) -> str | None:
-        """The backend that a call gets which asks for `name`; the error becomes a fault."""
+        """The name of the backend that a call with `backend=name` gets; an error becomes a fault."""
         try:
             return selection.select(name, frozenset(), platform).name
         except RingAttnError as error:

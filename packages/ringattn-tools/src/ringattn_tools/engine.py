@@ -71,22 +71,15 @@ def hops_of_call(call: Call, ranks: int, inner: int, stripe: int = 1) -> Hops:
     """
     sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
     ring, _ = engine.prepared(None, call, (0, *sizes), stripe=stripe)
-    travelled = offsets(ring.levels)
+    forward = _forward(ring.levels, call, 0)
+    offsets = tuple(step.offset for step in forward)
     return Hops(
         sizes=tuple(level.ranks for level in ring.levels) or (ranks,),
-        offsets=travelled,
-        sources=np.stack([source(ring.levels, np.arange(ranks), offset) for offset in travelled]),
-        forward=_forward(ring.levels, call, 0),
+        offsets=offsets,
+        sources=np.stack([source(ring.levels, np.arange(ranks), offset) for offset in offsets]),
+        forward=forward,
         backward=_backward(ring.levels, call, 0),
     )
-
-
-def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
-    """How many ranks keys have travelled, counted along the whole ring, at each hop of the forward pass."""
-    if not levels:
-        return (0,)
-    *inside, level = levels
-    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
 
 
 def _forward(levels: Sequence[Level], call: Call, base: int) -> tuple[Step, ...]:
@@ -152,11 +145,12 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
     values in `call`, because those of other ranks are not here.
     """
     ring, location = engine.prepared(kernel, call, (ranks - 1, ranks))
-    pair, found = (call.key, call.value), []
-    for hop, offset in enumerate(offsets(ring.levels)[:most]):
-        rows = ring.levels[0].rows if ring.levels else None
+    rows = ring.levels[0].rows if ring.levels else None
+    found = []
+    for hop, step in enumerate(_forward(ring.levels, call, 0)[:most]):
         first, end = rows[hop] if rows else (0, call.key.shape[1])
-        k, v = (jax.lax.slice_in_dim(x, first, end, axis=1) for x in pair)
-        travelled = ring.passes_on or hop > 0
-        found.append(block(ring, call, location, KV(packing.pack(k, v) if travelled else (k, v), first), offset))
-    return tuple(dataclasses.replace(each, final=not ring.levels) for each in found)
+        k, v = call.key[:, first:end], call.value[:, first:end]
+        kv = packing.pack(k, v) if ring.passes_on or hop > 0 else (k, v)
+        made = block(ring, call, location, KV(kv, first), step.offset)
+        found.append(dataclasses.replace(made, final=not ring.levels))
+    return tuple(found)

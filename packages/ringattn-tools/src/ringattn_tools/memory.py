@@ -38,11 +38,12 @@ def call_arrays(work: Work) -> dict[str, int]:
     call = work.call
     ids = data_bytes((call.q_segment_ids, call.q_positions))
     ids += work.ranks * data_bytes((call.kv_segment_ids, call.kv_positions))
+    inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
+    output, lse = work.itemsize * work.outputs, 4 * work.rows
     return {
-        "inputs": data_bytes([x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]),
+        "inputs": data_bytes(inputs),
         "ids and positions, the keys' of all ranks": ids,
-        "output and lse" if call.return_lse else "output": work.itemsize * work.outputs
-        + 4 * work.rows * call.return_lse,
+        **({"output and lse": output + lse} if call.return_lse else {"output": output}),
     }
 
 

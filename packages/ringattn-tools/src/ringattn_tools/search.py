@@ -141,9 +141,9 @@ def _race(
 ) -> tuple[tuple[Timed, ...], Params]:
     """Times each distinct candidate; returns the results of all, and the parameters of the chosen one.
 
-    `part` is "forward" or "backward". `program(params)` makes the function to time. The first candidate is the default.
-    It is chosen if its median time is longer than the least by at most the fraction `TIE`; else the candidate with the
-    least median is, of those that were timed in all rounds.
+    `part` is "forward" or "backward". `program(params)` makes the function to time. The candidate with the least median
+    time is chosen, of those that were timed in all rounds. The first candidate is the default; it is chosen if its
+    median time is longer by at most the fraction `TIE`.
     """
     candidates = list(dict.fromkeys(candidates))
     default = candidates[0]
