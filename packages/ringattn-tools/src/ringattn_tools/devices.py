@@ -114,9 +114,10 @@ def rates_of(
     that tuning measured on this machine go before those in `MEASURED`, of the next larger head size there, or of the
     largest. Returns `None` if there are neither.
     """
-    tuned = None if here is None else tuned_rates(here, backend, itemsize, head_dim)
-    if tuned is not None:
-        return tuned, "Kernel rates that tuning measured on this machine"
+    if here is not None and backend is not None and policy() != "off":
+        tuned = _tuned(machine(here), backend).get((itemsize, head_dim))
+        if tuned is not None:
+            return tuned, "Kernel rates that tuning measured on this machine"
     if name not in MEASURED:
         return None
     measured = MEASURED[name]
@@ -163,19 +164,12 @@ _COUNTABLE: Final = {
 of keys, or add work to the kernels."""
 
 
-def tuned_rates(kind: str, backend: str | None, itemsize: int, head_dim: int) -> Rates | None:
-    """The highest rates that tuning has stored for `backend` on one device of this `kind`; `None` if there are none.
+@functools.cache
+def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
+    """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size.
 
     A process reads the tuning cache once, so results that it stores itself count only in later processes.
     """
-    if backend is None or policy() == "off":
-        return None
-    return _tuned(machine(kind), backend).get((itemsize, head_dim))
-
-
-@functools.cache
-def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
-    """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size."""
     best: dict[tuple[int, int], Rates] = {}
     for entry in cache.entries():
         told = entry.problem

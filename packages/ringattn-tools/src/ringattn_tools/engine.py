@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from ringattn_core.contract import packing
 from ringattn_core.contract.call import Call
