@@ -95,12 +95,13 @@ def fastest(registration: Registration, problem: Problem, default: RingAttention
     if not offered:
         return Outcome(default, (), ())
     candidates, stop, device = [default, *offered], threading.Event(), _device(problem)
+    quiet = not sys.stderr.isatty()
     line = Progress(
         "{task.description}",
-        console=Console(stderr=True),
+        console=Console(stderr=True, quiet=quiet),
         auto_refresh=False,  # it would start a thread, which would disturb the times
         transient=True,
-        disable=not sys.stderr.isatty(),
+        disable=quiet,
     )
     task = line.add_task("")
 
