@@ -19,10 +19,9 @@ from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
 from . import call_arguments, search, stored
-from .abstract_call import AbstractCall
+from .abstract_call import AbstractCall, trace
 from .output import Bytes, Rows, Title, show
 from .search import Timed, shown
-from .shards import trace
 from .work import data_bytes
 
 
@@ -59,13 +58,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     trace(call, on_one_rank)
     registration, problem = asked[0]
-    _tune(registration, problem, keep=not arguments.dry_run)
-    return 0
-
-
-def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
-    """Times every candidate configuration for `problem`, prints a table, and stores the fastest if `keep`."""
-    outcome = search.tune(problem, registration, keep=keep)
+    outcome = search.tune(problem, registration, keep=not arguments.dry_run)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, best in (
         ("forward", outcome.forward, outcome.config.fwd_params),
@@ -73,8 +66,9 @@ def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
         show("", Title(title), *([candidates(timed, best)] if timed else []))
-    kept = cache.read(problem) if keep else None
+    kept = None if arguments.dry_run else cache.read(problem)
     print(f"\nstored in {kept.path}" if kept else "\nnot stored")
+    return 0
 
 
 def _refuse_too_large(call: AbstractCall) -> None:
