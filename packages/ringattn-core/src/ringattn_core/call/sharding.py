@@ -39,7 +39,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 
 
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
-    """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
+    """Runs a call on global arrays: pads and shards them, runs `work` on every rank, cuts padding from the result."""
     length, given = call.query.shape[1], call
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)

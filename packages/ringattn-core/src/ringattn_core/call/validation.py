@@ -139,7 +139,7 @@ def _refuse_misfits(given: dict[str, jax.Array]) -> None:
 
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:
-    """If only one array of a pair is given, uses it for both; raises unless there are as many queries as keys."""
+    """If one array of a pair is missing, the other serves both. Raises if queries and keys are not equally many."""
     missing = [name for name in names if found.get(name) is None]
     if len(missing) != 1:
         return
