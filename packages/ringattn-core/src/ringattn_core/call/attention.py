@@ -162,7 +162,12 @@ def ring_attention(
     backend = config.backend_name if backend is None else backend
     key, value, travelling = _expanded(key, value, expand, expand_params)
     mesh = mesh_of(mesh, given, (query, key, value))
-    call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    try:
+        call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    except InputError as error:
+        if travelling and error.argument in ("key", "value"):
+            raise InputError("expand", f"gives a {error.argument} that {error.fact}", error.remedy) from None
+        raise
     if travelling and call.key.shape != key.shape:
         fact = f"gives {key.shape[2]} key heads, but this rank's queries need only {call.key.shape[2]} of them"
         raise InputError("expand", fact, "Split expand_params over head_axis_name too")
