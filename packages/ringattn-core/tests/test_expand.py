@@ -142,7 +142,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"expand": lambda x, p: tuple(a[:, 1:] for a in mla(x, PARAMS))}, r"expand: returned \(\(2, 47, 4, 8\), "
     ),
     "another dtype": (
-        {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))}, "key: has dtype bfloat16 but"
+        {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))},
+        "expand: gives a key that has dtype bfloat16 but query has float32. Cast"
+    ),
+    "another head size": (
+        {"expand": lambda x, p: tuple(a[..., 1:] for a in mla(x, PARAMS))},
+        r"expand: gives a key that has shape \(2, 48, 4, 7\)"
     ),
     "a value too": ({"expand": mla, "value": QUERY}, "value: is given beside expand, which computes it"),
     "parameters alone": ({"value": QUERY}, "expand_params: is given without expand. Pass expand too"),

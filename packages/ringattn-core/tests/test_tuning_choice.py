@@ -219,8 +219,8 @@ class TestThePolicy:
     def test_on_without_the_tools_is_one_error_that_says_how_to_get_them(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for name in ("ringattn_tools", "ringattn_tools.search"):
-            monkeypatch.delitem(sys.modules, name)
+        for name in ("ringattn_tools", "ringattn_tools.search", "ringattn_tools.check"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
         finders = [_WithoutTools(), *sys.meta_path]
         monkeypatch.setattr(sys, "meta_path", finders)
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "cached")
@@ -229,6 +229,9 @@ class TestThePolicy:
         with pytest.raises(ToolsNotFoundError, match=r"^RINGATTN_AUTOTUNE=on needs .* pip install \S*ringattn-tools"):
             ran(mine)
         assert ran(mine, cfg=GIVEN) == GIVEN
+        monkeypatch.setenv("RINGATTN_CHECK", "1")
+        with pytest.raises(ToolsNotFoundError, match=r"^RINGATTN_CHECK=1 needs .* pip install \S*ringattn-tools"):
+            ran(mine, cfg=GIVEN)
 
     @pytest.mark.parametrize("unset", ["RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR"])
     def test_several_processes_all_choose_the_same(

@@ -182,7 +182,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         whole = call.query.shape[1] != 1
         widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
         if any(width for _, width in widths):
-            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
+            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith(("_ids", "check_positions")) else 0)
     if call.latents is not None:
         grown["latents"] = [jnp.pad(x, [(0, 0), (0, keys), *[(0, 0)] * (x.ndim - 2)]) for x in call.latents]
     return dataclasses.replace(call, **grown)
