@@ -231,6 +231,15 @@ def test_swapped_axis_names_are_found(mode: str, ring: int) -> None:
         jax.block_until_ready(in_shard_map(documents, (split, whole), mode, sp=ring, tp=2)(Q, IDS))
 
 
+def test_a_bias_of_one_head_and_one_query_for_each_rank_is_no_mistake() -> None:
+    def attend(q: Any, bias: Any) -> Any:
+        return ring_attention(q, q, q, bias=bias, axis_name="sp", head_axis_name="tp", batch_axis_name=())
+
+    specs = (P(None, "sp", "tp"), P(None, "tp", "sp"))
+    bias = jax.random.normal(jax.random.key(3), (1, N, 2, 2))
+    jax.block_until_ready(in_shard_map(attend, specs, "jit", sp=2, tp=N)(Q[:, :2], bias))
+
+
 @pytest.mark.parametrize("mode", ["eager", "jit"])
 def test_tokens_that_no_axis_splits_are_found(mode: str) -> None:
     for ring in (2, 4):

@@ -2,8 +2,8 @@
 """`RINGATTN_CHECK=1`: finds, when a program runs, mistakes that a call cannot see when it is traced.
 
 Each finding is computed on the devices, and the ranks agree on it. A host callback then raises on every rank, so that
-none waits for another. Queries, keys and values wait for the callback, so a rank raises before the call sends
-anything.
+none waits for another. Queries, keys and values wait for the callback, so none of them travels before it. A mistake is
+reported only if no other reading of the arrays is likely: what a check cannot decide passes.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from ringattn_core.contract.varying import align
 from ringattn_core.contract.visibility import visible
 from ringattn_core.errors import InputError
 from ringattn_core.placement import axes
-from ringattn_core.placement.arrays import Roles
+from ringattn_core.placement.arrays import Roles, broadcasts, letters
 from ringattn_core.placement.layout import LAYOUTS, Shards, pieces
 from ringattn_core.ring.blocks import block_of
 from ringattn_core.ring.engine import prepared
@@ -35,7 +35,6 @@ LIKE_A_COUNT: Final = 128
 _PAIRS: Final = 2**26
 """How many pairs of a query and a key are looked at in one step."""
 _NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_tools", "ringattn_adapters", "jax", "contextlib")
-
 
 Fits = Callable[[jax.Array, np.ndarray], jax.Array]
 """Whether values `[b, tokens]` look as if their tokens, of these indices, are in natural order."""
@@ -122,10 +121,15 @@ class _Rank:
         """Whether every rank has all queries, as in `decode_attention`."""
         return self.of_cache and self.call.query_offset is None
 
-    def of_name(self, name: str) -> Roles:
-        """The mesh axes that split the array of this name."""
+    def may_split(self, name: str, x: jax.Array) -> set[str]:
+        """The mesh axes that may split the array `x` of this name."""
         whole = self.whole_queries and name in ("query", "q_positions")
-        return dataclasses.replace(self.roles, sequence=()) if whole else self.roles
+        roles = dataclasses.replace(self.roles, sequence=()) if whole else self.roles
+        full = dict(zip("BTN", self.call.query.shape, strict=False))
+        named = zip(letters(ARRAYS[name], x.ndim), x.shape, strict=True)
+        # An axis of length 1 is broadcast, unless a rank has only one query, head or row anyway.
+        of = [a for a, size in named if not (broadcasts(a) and size == 1 < full.get(a.upper(), 1))]
+        return {over for letter in of for over in roles.of(letter)}
 
     def agreed(self, *numbers: Any) -> tuple[jax.Array, ...]:
         """The largest of each number on all ranks."""
@@ -274,8 +278,7 @@ def _split(rank: _Rank) -> Iterator[Finding]:
         operand = name in ("query", "key", "value", "dropout_seed")
         if operand and not (rank.whole_queries and name == "query"):
             continue
-        spec = rank.of_name(name).spec(ARRAYS[name], x.shape)
-        split = {over for entry in spec for over in axes.names(entry)}
+        split = rank.may_split(name, x)
         for argument, over in (("axis_name", roles.sequence), ("head_axis_name", roles.heads)):
             if split & {*over} or axes.size(over, argument) == 1:
                 continue
