@@ -300,6 +300,19 @@ def test_a_call_within_a_pipeline_raises() -> None:
             jax.block_until_ready(jax.jit(jax.grad(lambda q: piped(q).sum()))(jnp.concatenate([Q, Q])))
 
 
+def test_a_shard_map_that_leaves_axes_automatic_is_not_checked_and_warns() -> None:
+    tokens = P(None, "sp")
+
+    def local(q: Any) -> Any:
+        return ring_attention(q, q, q, axis_name="sp", batch_axis_name=(), head_axis_name=())
+
+    attend = jax.shard_map(
+        local, mesh=mesh_of(sp=2, dp=2), in_specs=tokens, out_specs=tokens, axis_names={"sp"}, check_vma=False
+    )
+    with pytest.warns(UserWarning, match="RINGATTN_CHECK=1 cannot look at the call in .*automatic, here dp"):
+        jax.block_until_ready(jax.jit(attend)(Q))
+
+
 def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGATTN_CHECK", "yes")
     with pytest.raises(InputError, match=re.escape("RINGATTN_CHECK: got 'yes'. Set it to 1 or 0, or unset it")):

@@ -61,6 +61,14 @@ class Check:
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(self, call: Call) -> Call:
         """The call of a rank, to run only after all checks; where one fails, the program raises."""
+        left = [name for name in jax.sharding.get_abstract_mesh().axis_names if name not in axes.manual()]
+        if left and axes.manual():  # JAX would refuse to lower the callback
+            warnings.warn(
+                f"{CHECK}=1 cannot look at the call in {self.line}: JAX has no callbacks in a shard_map that "
+                f"leaves mesh axes automatic, here {', '.join(left)}. Make them manual for the check",
+                stacklevel=2,
+            )
+            return dataclasses.replace(call, check=None, check_positions=None)
         rank = _Rank.of(jax.lax.stop_gradient(call), self.of_cache)
         findings = [finding for check in CHECKS for finding in check(rank)]
         call = dataclasses.replace(call, check=None, check_positions=None)
