@@ -12,6 +12,7 @@ from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
 from ringattn_xla.block import XlaKernel
+from rings import mesh_of
 
 LENGTH, BAD = 12, 5
 MESHES = [None, 4]
@@ -20,7 +21,7 @@ MESHES = [None, 4]
 def attend(ranks: int | None, *x: Any, **options: Any) -> Any:
     if ranks is None:
         return ring_attention(*x, **options)
-    mesh = jax.make_mesh((ranks,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(sp=ranks)
     return ring_attention(*x, mesh=mesh, axis_name="sp", **options)
 
 

@@ -24,7 +24,7 @@ from ringattn_core.strategies import run
 from .abstract_call import AXIS, AbstractCall, every_rank, local_call
 from .engine import Hops, hops_of_call, own_block
 from .memory import held, planned_by_xla
-from .output import Bytes, Rows
+from .output import Bytes, Rows, one_line
 from .work import Work, data_bytes
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2

@@ -13,8 +13,8 @@ from ringattn_core.contract import packing
 from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
-from ringattn_core.ring.blocks import block
-from ringattn_core.ring.plan import Level, Send, source
+from ringattn_core.ring.blocks import block_of
+from ringattn_core.ring.plan import Level, Send, owner_rank
 from ringattn_core.ring.sends import KV
 from ringattn_core.ring.whole_keys import with_all_ids
 
@@ -75,39 +75,39 @@ def hops_of_call(call: Call, ranks: int, inner: int, stripe: int = 1) -> Hops:
     return Hops(
         sizes=tuple(level.ranks for level in ring.levels) or (ranks,),
         offsets=offsets,
-        sources=np.stack([source(ring.levels, np.arange(ranks), offset) for offset in offsets]),
+        sources=np.stack([owner_rank(ring.levels, np.arange(ranks), offset) for offset in offsets]),
         forward=forward,
         backward=_backward(ring.levels, call, 0),
     )
 
 
-def _forward(levels: Sequence[Level], call: Call, base: int) -> tuple[Step, ...]:
+def _forward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[Step, ...]:
     """The steps of the forward pass: a loop over the last of `levels`, with the loops over the levels before it inside.
 
-    Keys have already travelled `base` ranks in the loops outside.
+    Keys have already travelled `outer_offset` ranks in the loops outside.
     """
     if not levels:
-        return (Step(base, True, ()),)
+        return (Step(outer_offset, True, ()),)
     *inside, level = levels
     steps: list[Step] = []
-    for hop in level.forward:
-        steps += _sending(_forward(inside, call, base + hop.offset), _keys(len(inside), hop.keys, call))
+    for hop in level.forward_hops:
+        steps += _sending(_forward(inside, call, outer_offset + hop.offset), _keys(len(inside), hop.key_send, call))
     return tuple(steps)
 
 
-def _backward(levels: Sequence[Level], call: Call, base: int) -> tuple[Step, ...]:
+def _backward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[Step, ...]:
     """The steps of the backward pass, nested as in `_forward`. Each loop begins with a step that only sends."""
     if not levels:
-        return (Step(base, True, ()),)
+        return (Step(outer_offset, True, ()),)
     *inside, level = levels
-    number, steps = len(inside), [Step(base, False, tuple(_keys(len(inside), level.first, call)))]
+    number, steps = len(inside), [Step(outer_offset, False, tuple(_keys(len(inside), level.key_sends[0], call)))]
     rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.distances) - 1)))
-    for hop, rows in zip((*level.backward, level.own), rows_before, strict=True):
-        messages = _keys(number, hop.keys, call)
-        if hop.gradients is not None:
+    for hop, rows in zip((*level.backward_hops, level.last_hop), rows_before, strict=True):
+        messages = _keys(number, hop.key_send, call)
+        if hop.gradient_send is not None:
             count = _elements(call, rows) * 4  # gradients are float32
-            messages.append(Message("dk,dv", number, hop.gradients.shift, count))
-        steps += _sending(_backward(inside, call, base + hop.offset), messages)
+            messages.append(Message("dk,dv", number, hop.gradient_send.shift, count))
+        steps += _sending(_backward(inside, call, outer_offset + hop.offset), messages)
     return tuple(steps)
 
 
@@ -134,7 +134,7 @@ def own_block(call: Call) -> Block:
     """The block of this rank's queries and its own keys. The axis of the call must be bound, as in a `vmap`."""
     ring, location = engine.prepared(None, call)
     whole = with_all_ids(ring, call, location)
-    return block(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
+    return block_of(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
 
 
 def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
@@ -150,6 +150,6 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
         first, end = rows[hop] if rows else (0, call.key.shape[1])
         k, v = call.key[:, first:end], call.value[:, first:end]
         kv = packing.pack(k, v) if ring.passes_on or hop > 0 else (k, v)
-        made = block(ring, call, location, KV(kv, first), step.offset)
+        made = block_of(ring, call, location, KV(kv, first), step.offset)
         found.append(dataclasses.replace(made, final=not ring.levels))
     return tuple(found)

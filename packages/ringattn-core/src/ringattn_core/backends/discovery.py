@@ -20,6 +20,7 @@ from ..errors import (
     DuplicateBackendError,
     InputError,
     RingAttnError,
+    ToolsNotFoundError,
     in_one_line,
 )
 
@@ -257,3 +258,13 @@ def again(error: RingAttnError) -> RingAttnError:
     fresh.__dict__.update(error.__dict__)
     fresh.__cause__ = error.__cause__
     return fresh
+
+
+def tool(module: str, asked_by: str) -> Any:
+    """A module of `ringattn-tools`, imported by name. Without that distribution, raises what `asked_by` needs."""
+    try:
+        return importlib.import_module(f"ringattn_tools.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "ringattn_tools":
+            raise
+        raise ToolsNotFoundError(asked_by) from None

@@ -26,7 +26,7 @@ from . import discovery
 from .discovery import Registration
 
 BACKEND_VARIABLE: Final = "RINGATTN_BACKEND"
-VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
+VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR", "RINGATTN_CHECK")
 """The environment variables that core reads. A backend declares its own in `Backend.variables`."""
 
 Heads = tuple[int, ...]

@@ -64,6 +64,7 @@ def ring_attention(
     return_lse: bool = False,
     expand: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     expand_params: Any = None,
+    check_positions: arrays.QueryPositions | None = None,
     backend: str | Sequence[str] | None = None,
     cfg: RingAttentionConfig | dict[str, Any] | None = None,
 ) -> Any:
@@ -129,8 +130,8 @@ def ring_attention(
             last axis divide the key heads and there is no `expand`; else the ring).
         max_distance: Your promise that no query sees a key farther away in the sequence than this; one number, or
             `(left, right)` as in `sliding_window`. The ring then leaves out hops and rows of keys beyond it, also with
-            segment ids and with positions of your own. It is no mask, and is not checked at run time: a query that
-            does see a farther key may silently lose it.
+            segment ids and with positions of your own. It is no mask, and only `RINGATTN_CHECK=1` checks it at
+            run time: a query that does see a farther key may silently lose it.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
@@ -141,6 +142,9 @@ def ring_attention(
             arrival, in the backward pass too. With strategy "ulysses", ranks expand before they exchange heads.
         expand_params: A pytree of arrays that `expand` reads, differentiated like `x`. In your own `jax.shard_map`,
             split it over the heads as you split the queries.
+        check_positions: `[T]` or `[B, T]`, the index in the sequence of each query, in the order in which the arrays
+            are. With `RINGATTN_CHECK=1` the call raises unless the layout and the ring say the same; a negative index
+            is not compared. Otherwise it is ignored, and costs nothing.
         backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
         cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
 
@@ -159,7 +163,12 @@ def ring_attention(
     given |= _held(mask_info, given) | params
     key, value, travelling = _expanded(key, value, expand, expand_params)
     mesh = mesh_of(mesh, given, (query, key, value))
-    call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    try:
+        call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    except InputError as error:
+        if travelling and error.argument in ("key", "value"):
+            raise InputError("expand", f"gives a {error.argument} that {error.fact}", error.remedy) from None
+        raise
     if travelling and call.key.shape != key.shape:
         fact = f"gives {key.shape[2]} key heads, but this rank's queries need only {call.key.shape[2]} of them"
         raise InputError("expand", fact, "Split expand_params over head_axis_name too")

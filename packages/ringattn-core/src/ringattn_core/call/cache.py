@@ -237,6 +237,7 @@ def _attend(registration: Registration, call: Call) -> Any:
             f"{registration.name!r} drives the ring itself, and {function} needs a kernel of one block",
             "Pass another backend",
         )
+    call = call if call.check is None else call.check(call)
     out, lse = cache.attend(registration.implementation(), with_parameters(registration, call))
     return (out, lse) if call.return_lse else out
 

@@ -88,8 +88,8 @@ def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array:
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     """Converts sinks to `[N, n]` in float32, a row for each head of this rank.
 
-    A single axis holds one sink for each head if its length is the number of heads of all ranks; else all heads share
-    its sinks. If JAX tracks that the axis is split with the heads, it holds one sink for each head of this rank.
+    An array of one axis has a sink for each head if it is as long as there are heads on all ranks; otherwise all heads
+    share its sinks. If JAX knows that the array is split like the heads, it has one sink for each head of this rank.
     """
     found, heads = typed(argument, x, arrays.Sinks).astype(jnp.float32), sizes.of["N"]
     if found.ndim == 2 and found.size and found.shape[0] == heads:
@@ -102,7 +102,7 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array:
             f"It needs ({every},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
         )
     if found.shape[0] == heads and set(sizes.head_axes) & axes.varying(found):
-        return found[:, None]  # `check_vma` tracks that the sinks are split with the heads
+        return found[:, None]  # JAX knows, by `check_vma`, that each rank has the sinks of its own heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
     if every != heads:

@@ -30,6 +30,7 @@ def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for a rank's call. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
+    call = call if call.check is None else call.check(call)
     call = dataclasses.replace(call, strategy=settled(registration, call))
     if backend.kernel is None and call.balance:
         fact = f"{call.balance!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"

@@ -65,12 +65,13 @@ OPTIONS: Final = (
     Option("strategy", checks.strategy),
     Option("max_distance", checks.window),
     Option("balance", checks.balance),
+    Option("check_positions", checks.positions),
 )
 _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 
 
 def needs(call: Call) -> frozenset[Feature]:
-    """The features that a backend must support to run this call, without `GRADIENTS`."""
+    """The features that a backend must support to run this call. `GRADIENTS` is never among them."""
     heads, dim = call.query.shape[2:]
     gathers = call.strategy == "all_gather"  # blocks then have the keys of all ranks, and the queries of one
     of_operands = {

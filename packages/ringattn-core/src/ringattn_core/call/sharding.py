@@ -39,7 +39,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 
 
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
-    """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
+    """Runs a call on global arrays: pads and shards them, runs `work` on every rank, cuts padding from the result."""
     length, given = call.query.shape[1], call
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
@@ -182,7 +182,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         whole = call.query.shape[1] != 1
         widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
         if any(width for _, width in widths):
-            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
+            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith(("_ids", "check_positions")) else 0)
     if call.latents is not None:
         grown["latents"] = [jnp.pad(x, [(0, 0), (0, keys), *[(0, 0)] * (x.ndim - 2)]) for x in call.latents]
     return dataclasses.replace(call, **grown)

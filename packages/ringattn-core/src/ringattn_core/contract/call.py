@@ -2,6 +2,7 @@
 """A call in canonical form: validation makes it, and backends read it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -26,7 +27,8 @@ class Call:
     pairs or not at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis
     splits the axis. With `balance` and layout "zigzag", shards are folded (`Shards.folded`). `wide`, which is no
     argument, names arrays that were converted to float32 so that their gradients are summed in float32. Kernels get
-    these arrays in the dtype of the queries (`narrowed`).
+    these arrays in the dtype of the queries (`narrowed`). `check` is what `RINGATTN_CHECK=1` does with the call of each
+    rank: it returns the same call, without `check` and `check_positions`.
 
     With `expand`, the arrays in `latents` travel, and a rank computes keys and values from them on arrival. `key` and
     `value` then serve for their shapes only, and under `jax.jit` XLA does not compute them.
@@ -65,6 +67,8 @@ class Call:
     max_distance: tuple[int | None, int | None] | None = None
     balance: str | None = None
     wide: tuple[str, ...] = ()
+    check_positions: arrays.QueryPositions | None = None
+    check: Callable[["Call"], "Call"] | None = None
     expand: Expansion | None = None
     latents: list[jax.Array] | None = None
     expand_params: list[jax.Array] | None = None
@@ -165,7 +169,7 @@ def is_off(option: Any) -> bool:
 
 ARRAYS: Final = arrays.types_of(Call)
 """The type of every array of a call, with its axis letters, by name. (`latents` and `expand_params` are lists.)"""
-INTERNAL: Final = ("wide", "expand", "latents", "expand_params")
+INTERNAL: Final = ("wide", "expand", "latents", "expand_params", "check_positions", "check")
 """The fields of a call that are no arguments of a backend's own ring function."""
 _DATA = [*ARRAYS, "latents", "expand_params"]
 _STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in _DATA]

@@ -71,7 +71,7 @@ def _batched(arrays: Any, axes: Any) -> Any:
 
 @functools.cache
 def _tie() -> Any:
-    """The primitive of the kernel, made at the first call: `jax.extend`, which it needs, imports Pallas."""
+    """The primitive of the empty kernel, made at the first call, as it needs `jax.extend`, which imports Pallas."""
     from .launch import launch_primitive
 
     # A program that is exported for several platforms is lowered for each, this branch included.

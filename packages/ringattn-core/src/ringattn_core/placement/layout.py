@@ -57,7 +57,7 @@ def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Arra
 
 
 def to_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
-    """The inverse of `of_neighbours`."""
+    """Splits an ordered shard into those of `shards` neighbouring ranks again: the inverse of `of_neighbours`."""
     if layout == "contiguous" or shards == 1:
         return x
     before, after, length = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // shards
@@ -104,7 +104,7 @@ class Shards:
             return index % self.count, index // self.count
         run = length // pieces(self.layout)
         chunk, entry = index // run, index % run
-        second = chunk >= self.count  # in zigzag order, the second run of its rank
+        second = chunk >= self.count  # in zigzag order, a run of the back half: the second of its rank
         return jnp.where(second, 2 * self.count - 1 - chunk, chunk), entry + jnp.where(second, run, 0)
 
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:

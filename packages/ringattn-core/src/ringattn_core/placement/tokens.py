@@ -67,8 +67,8 @@ def halo(
     """`x` and the `width` tokens before each token: `width + 1` arrays like `x`, the farthest token first, `x` last.
 
     So `sum(w * y for w, y in zip(weights, halo(x, 3)))` is a causal convolution over four tokens. Entries before the
-    start of the sequence, or of another segment, are 0, as are those of padding. A rank sends `width` tokens, once; in
-    the striped layout, its shard for each token of `width`. Differentiable.
+    start of the sequence, or of another segment, are 0, as are those of padding. A rank sends `width` tokens in
+    one message; in the striped layout, its whole shard up to `width` times. Differentiable.
 
     Args:
         x: An array of tokens, `[B, T, ...]`, in the order of `layout`.

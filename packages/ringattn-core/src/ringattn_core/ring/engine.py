@@ -56,8 +56,8 @@ def prepared(
     ring = Ring(
         kernel,
         axis,
-        queries=shards,
-        keys=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
+        query_shards=shards,
+        key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
         levels=() if gathers else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
         expand=call.expand,
     )

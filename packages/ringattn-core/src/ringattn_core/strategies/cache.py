@@ -17,7 +17,7 @@ from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.arrays import axes_with
 from ..placement.layout import Shards
-from ..ring.blocks import block
+from ..ring.blocks import block_of
 from ..ring.engine import prepared, without_derivative
 from ..ring.forward import Result, sinks_of
 from ..ring.sends import KV
@@ -41,7 +41,7 @@ def attend(kernel: BlockKernel, call: Call) -> Result:
     everyone = _with_all_queries(call) if sharded else call
     ring, location = prepared(kernel, everyone)
     here, location = align((everyone, location), axes_of(everyone, location))
-    own = block(ring, dataclasses.replace(here, kv_positions=None), location, KV((here.key, here.value)), 0)
+    own = block_of(ring, dataclasses.replace(here, kv_positions=None), location, KV((here.key, here.value)), 0)
     if here.kv_positions is not None:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:

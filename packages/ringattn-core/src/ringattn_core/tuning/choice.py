@@ -4,7 +4,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import importlib
 import logging
 import os
 import threading
@@ -13,10 +12,10 @@ from typing import Any, Final
 
 import jax
 
-from ..backends.discovery import Registration, on_clear
+from ..backends.discovery import Registration, on_clear, tool
 from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..contract.call import Call
-from ..errors import InputError, ToolsNotFoundError, TuningError
+from ..errors import InputError, TuningError
 from ..placement.axes import size
 from . import cache
 from .problem import Problem, of_call, tunable
@@ -123,12 +122,7 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
 
 def _tune(registration: Registration, problem: Problem) -> None:
     """Tunes with the package `ringattn-tools`, imported by name. If tuning fails, stores the default as its result."""
-    try:
-        search: Any = importlib.import_module("ringattn_tools.search")
-    except ModuleNotFoundError as error:
-        if error.name != "ringattn_tools":
-            raise
-        raise ToolsNotFoundError(f"{VARIABLE}=on") from None
+    search = tool("search", f"{VARIABLE}=on")
     try:
         search.tune(problem, registration)
     except TuningError as error:
