@@ -107,10 +107,10 @@ def ring_attention(
         alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
         dropout_prob: The probability of dropping an attention weight, rounded down to a multiple of 2^-16.
         dropout_seed: One integer. The same seed drops the same weights on every ring, layout and backend.
-        axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is a ring
-            of two levels: an inner ring over the last axis, which should have the fastest links, and an outer ring
-            over all others. In your own `jax.shard_map`, name them in the order in which the specs have them: JAX does
-            not tell which shard a rank holds, so another order is silently wrong.
+        axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is rings
+            inside rings, the innermost over the last axis, which should have the fastest links. In your own
+            `jax.shard_map`, name them in the order in which the specs have them: JAX does not tell which shard a rank
+            holds, so another order is silently wrong.
         batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
             fsdp, data or replica are the default.
         head_axis_name: The mesh axis, or axes, that split the heads; `()` means none. With `mesh`, axes named tp, model
@@ -129,9 +129,10 @@ def ring_attention(
             "auto" (the ring if masks by position or `max_distance` leave out keys; else "ulysses" if the ranks of the
             last axis divide the key heads and there is no `expand`; else the ring).
         max_distance: Your promise that no query sees a key farther away in the sequence than this; one number, or
-            `(left, right)` as in `sliding_window`. The ring then leaves out hops and rows of keys beyond it, also with
-            segment ids and with positions of your own. It is no mask, and only `RINGATTN_CHECK=1` checks it at
-            run time: a query that does see a farther key may silently lose it.
+            `(left, right)` as in `sliding_window`. It compares indices, to which `query_offset` adds nothing. The ring
+            then leaves out hops and rows of keys beyond it, also with segment ids and with positions of your own. It is
+            no mask, and only `RINGATTN_CHECK=1` checks it at run time: a query that does see a farther key may silently
+            lose it.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
