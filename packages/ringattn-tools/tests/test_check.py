@@ -4,13 +4,14 @@
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.dispatch import runtime_tokens
 from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -34,8 +35,10 @@ SPECS = {
 
 
 @pytest.fixture(autouse=True)
-def _checking(monkeypatch: pytest.MonkeyPatch) -> None:
+def _checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("RINGATTN_CHECK", "1")
+    yield
+    runtime_tokens.clear()  # JAX keeps the error of a callback, and `jax.effects_barrier` would raise it in other tests
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:

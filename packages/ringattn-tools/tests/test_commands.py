@@ -158,7 +158,7 @@ def test_the_command_line_takes_every_option_of_a_call() -> None:
     named = {name for name, _ in option_arguments()}
     options = {option.name for option in OPTIONS}
     otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
-    never = {"attention_mask", "balance"}
+    never = {"attention_mask", "balance", "check_positions"}
     never |= {"axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
     assert named | otherwise | never | {"dropout_seed"} == options
 
