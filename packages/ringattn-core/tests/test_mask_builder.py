@@ -77,6 +77,11 @@ JNP = "Use `&`, `|`, `~` and functions of jax.numpy in it"
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "and": (lambda: Causal() and Full(), "mask: Causal has no truth value", AND),
     "a chunk beyond int32": (lambda: Chunked(2**31), "Chunked(size=...): got 2147483648", "It needs"),
+    "a window that is an array": (
+        lambda: Local(np.array(3), 0),
+        "Local(left=...): got array(3)",
+        "It needs an integer",
+    ),
     "a window beyond int32": (lambda: Local(3, 2**31), "Local(right=...): got 2147483648", "It needs"),
     "documents of two axes": (lambda: Document(IDS, IDS[None]), "Document(kv_ids=...): got int64 of shape (1, 4)", ""),
     "documents beyond int32": (lambda: Document(IDS + 2**31), "Document(q_ids=...): has values from 2147483648", ""),

@@ -5,7 +5,6 @@ A cast would silently change a position, an id or a seed.
 """
 
 import numbers
-import operator
 from typing import Any, Final
 
 import jax
@@ -67,11 +66,17 @@ def as_given(argument: str, x: Any) -> Any:
         ) from None
 
 
-def whole(argument: str, x: Any, least: int, most: float = 2**31 - 1, remedy: str | None = None) -> int:
-    """`x` as a Python integer; raises unless it is an integer from `least` to `most` that is known before tracing."""
+def static(argument: str, x: Any) -> Any:
+    """`x` as a Python value; an array with no axes is converted, a traced value raises."""
     if isinstance(x, jax.core.Tracer):
-        raise InputError(argument, "is traced", "It shapes the program: pass an integer, or mark it static in jax.jit")
-    known = isinstance(x, numbers.Integral) or (hasattr(x, "dtype") and hasattr(x, "__index__") and not np.ndim(x))
-    if isinstance(x, bool) or not known or not least <= (value := operator.index(x)) <= most:
+        raise InputError(
+            argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
+        )
+    return x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.ndim(x) == 0 else x
+
+
+def whole(argument: str, x: Any, least: int, most: float = 2**31 - 1, remedy: str | None = None) -> int:
+    """`x` as a Python integer; raises unless it is an integer from `least` to `most`, and no array."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not least <= int(x) <= most:
         raise InputError(argument, f"got {x!r}", remedy or f"It needs an integer of at least {least}")
-    return value
+    return int(x)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from ..contract.call import ARRAYS
 from ..errors import InputError, did_you_mean
-from ..integers import INT32, POSITION, SEED, Limits, as_int32, integers, whole
+from ..integers import INT32, POSITION, SEED, Limits, as_int32, integers, static, whole
 from ..masks.builder import Built, build
 from ..placement import arrays, axes
 from ..strategies import STRATEGIES
@@ -132,26 +132,19 @@ def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None]:
     if len(sides) != 2:
         raise InputError(argument, f"got {x!r}", "Pass one width, or (left, right)")
     remedy = "It needs an integer of at least 0, or None"
-    left, right = (None if s is None else whole(argument, s, 0, math.inf, remedy) for s in sides)
+    left, right = (None if s is None else whole(argument, static(argument, s), 0, math.inf, remedy) for s in sides)
     return tuple(None if s is None or s >= 2 * MOST_POSITION else s for s in (left, right))  # pyright: ignore[reportReturnType]
 
 
 def chunk(argument: str, x: Any, _: Sizes) -> int:
     """Checks a chunk size. Sizes above 2^30 become 2^30: with either, chunks meet only at position 0."""
-    return min(whole(argument, x, 1, math.inf, "It needs an integer of at least 1, or None"), MOST_POSITION)
+    return min(
+        whole(argument, static(argument, x), 1, math.inf, "It needs an integer of at least 1, or None"), MOST_POSITION
+    )
 
 
 def axis_names(argument: str, x: Any, _: Sizes) -> tuple[str, ...]:
     return axes.names(x, argument)
-
-
-def static(argument: str, x: Any) -> Any:
-    """`x` as a Python value; an array with no axes is converted, a traced value raises."""
-    if isinstance(x, jax.core.Tracer):
-        raise InputError(
-            argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
-        )
-    return x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.ndim(x) == 0 else x
 
 
 def _number(argument: str, x: Any, wanted: str, accepts: Callable[[Any], bool]) -> float | None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from ..errors import InputError
-from ..integers import INT32, POSITION, Limits, as_given, as_int32, whole
+from ..integers import INT32, POSITION, Limits, as_given, as_int32, static, whole
 from ..placement import arrays, axes
 from ..placement.axes import AxisName
 
@@ -71,7 +71,8 @@ class MaskInfo:
         With `restart_positions` every document starts at position 0 again.
         """
         rows = _rows_of_documents(lengths)
-        total = max((int(row.sum()) for row in rows), default=0) if total is None else whole("total", total, 0)
+        longest = max((int(row.sum()) for row in rows), default=0)
+        total = longest if total is None else whole("total", static("total", total), 0)
         ids = np.full((len(rows), total), -1, np.int32)
         positions = np.zeros((len(rows), total), np.int32)
         for number, row in enumerate(rows):
@@ -132,7 +133,7 @@ def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits 
 
 def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None) -> Int32[Array, "B T"]:
     array = as_given(argument, lengths)
-    longest = None if longest is None else whole(limit, longest, 0)
+    longest = None if longest is None else whole(limit, static(limit, longest), 0)
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has shape {array.shape} and dtype {array.dtype}", "Pass one integer for each row")
     if not isinstance(array, jax.core.Tracer):

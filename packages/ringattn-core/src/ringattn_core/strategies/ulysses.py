@@ -101,9 +101,8 @@ def _widened(x: jax.Array, move: Callable[[jax.Array], jax.Array], narrow: Any, 
         # A `vmap` plays the ranks: nothing travels, and `back` could not use its axis name.
         return move(x.astype(jnp.float32))
     x = align(x, axes.tracked() & {axis})  # the gradient varies over `axis`, so `x` must too
-    wide = jax.typeof(x).update(
-        dtype=jnp.dtype(jnp.float32)
-    )  # not in `back`, which would hold `x` until the backward pass
+    # Not in `back`, which would hold `x` until the backward pass.
+    wide = jax.typeof(x).update(dtype=jnp.dtype(jnp.float32))
 
     def back(_: None, gradient: jax.Array) -> tuple[jax.Array]:
         (found,) = jax.linear_transpose(move, wide)(gradient)
