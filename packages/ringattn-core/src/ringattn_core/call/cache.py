@@ -228,7 +228,7 @@ def _attend(registration: Registration, call: Call) -> Any:
             f"{registration.name!r} drives the ring itself, and {function} needs a kernel of one block",
             "Pass another backend",
         )
-    out, lse = cache.attend(registration.implementation(), with_parameters(registration, call))
+    out, lse, _ = cache.attend(registration.implementation(), with_parameters(registration, call))
     return (out, lse) if call.return_lse else out
 
 
@@ -247,8 +247,7 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
         name: (roles if name in ("key", "value", "kv_positions") else whole).spec(ARRAYS[name], x.shape)
         for name, x in call.arrays.items()
     }
-    outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
-    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
+    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, whole)
     return (out, *lse) if lse else out
 
 

@@ -70,6 +70,7 @@ OPTIONS: Final = (
     Option("strategy", checks.strategy),
     Option("max_distance", checks.window),
     Option("balance", checks.balance),
+    Option("return_max_logits", checks.flag, feature=Feature.MAX_LOGITS),
 )
 ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None

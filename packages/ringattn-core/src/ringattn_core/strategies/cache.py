@@ -68,7 +68,7 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
-    return partial.out.astype(call.query.dtype), partial.lse
+    return Result(partial.out.astype(call.query.dtype), partial.lse)
 
 
 def _with_all_queries(call: Call) -> Call:

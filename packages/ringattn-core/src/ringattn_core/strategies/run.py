@@ -4,10 +4,13 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.static_masks import wants_static_masks
+from ..contract.varying import align
 from ..errors import InputError
 from ..placement import axes
 from ..placement.layout import Shards
@@ -78,7 +81,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 
 def run(registration: Registration, call: Call) -> Any:
-    """A rank's output, or `(out, lse)` with `return_lse`. `call.strategy` must be one that `settled` returns."""
+    """A rank's output, or a tuple of all `call.results`. `call.strategy` must be one that `settled` returns."""
     moved = _that_runs(call)
     tuned = with_parameters(registration, moved.narrowed())
     moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
@@ -87,9 +90,19 @@ def run(registration: Registration, call: Call) -> Any:
     stripe = axes.size("axis_name", (call.axis_name or ())[-1:]) if exchanged else 1
     result = engine.run(registration.implementation(), moved, gathers=call.strategy == "all_gather", stripe=stripe)
     result = balance.unfolded(moved, result) if call.balance else result
-    if exchanged:
-        return ulysses.by_tokens(call, result)
-    return result if call.return_lse else result[0]
+    result = ulysses.by_tokens(call, result) if exchanged else result
+    if call.return_max_logits:
+        result = result._replace(max_logits=_over_ranks(call, result.max_logits))
+    asked = tuple(getattr(result, name) for name in call.results)
+    return asked if len(asked) > 1 else result.out
+
+
+def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
+    """The largest of the ranks' `max_logits`, over the ring and the batch, without a gradient."""
+    over = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
+    own = jax.lax.stop_gradient(max_logits)
+    with jax.debug_infs(False):  # -inf is valid: the head sees no key
+        return jax.lax.pmax(align(own, axes.tracked() & {*over}), over) if over else own
 
 
 def tuned_as(call: Call) -> Call:
