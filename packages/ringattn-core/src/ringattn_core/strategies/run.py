@@ -98,9 +98,13 @@ def run(registration: Registration, call: Call) -> Any:
 
 
 def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
-    """The largest of the ranks' `max_logits`, over the ring and the batch, without a gradient."""
-    over = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
+    """The largest of the ranks' `max_logits`, over the ring and the batch, without a gradient.
+
+    Axes of size 1 need no name in the call, but JAX may track that the result varies over them: so they take part.
+    """
     own = jax.lax.stop_gradient(max_logits)
+    named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
+    over = (*named, *sorted(name for name in axes.varying(own) - {*named} if axes.size("axis_name", (name,)) == 1))
     with jax.debug_infs(False):  # -inf is valid: the head sees no key
         return jax.lax.pmax(align(own, axes.tracked() & {*over}), over) if over else own
 
