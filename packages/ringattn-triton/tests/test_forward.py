@@ -22,6 +22,8 @@ def check(block: Block, case: str, partial: Partial | None = None) -> Partial:
     """The result, if it is that of the XLA backend."""
     got, want = KERNEL.forward(block, partial), ringattn_xla.block.KERNEL.forward(block, partial)
     near(f"{case}: out", got.out, want.out, TOLERANCE[str(block.q.dtype)])
+    if block.rule.return_max_logits:
+        near(f"{case}: max_logits", got.max_logits, want.max_logits, TOLERANCE[str(block.q.dtype)])
     near(f"{case}: lse", got.lse, want.lse, TOLERANCE[str(block.q.dtype)])
     return got
 

@@ -27,26 +27,30 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     constants = inputs.constants
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
+    asked = constants.max_logits
     before = [None] * 2 if partial is None else [partial.out, partial.lse]
+    before += [None if partial is None else partial.max_logits] if asked else []
     arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
-    out, lse = launch(
+    found = launch(
         forward_kernel,
         arrays,
         results(block),
         grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
-        aliases={len(arrays) - 2 + i: i for i, x in enumerate(before) if x is not None},
+        aliases={len(arrays) - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
         FRESH=partial is None,
         **schedules.launch_options(constants, schedule),
+        **({} if asked else {"MAX_BEFORE": None, "MAX": None}),
     )
-    return Partial(out, lse)
+    return Partial(*found)
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of a forward kernel's outputs, `out` and `lse`."""
+    """The shapes and dtypes of a forward kernel's outputs: `out`, `lse` and, if asked for, `max_logits`."""
     batch, length, heads, _ = block.q.shape
-    return [
-        jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),
-        jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-    ]
+    out = jax.ShapeDtypeStruct(
+        (batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32
+    )
+    of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    return [out, of_rows, of_rows] if block.rule.return_max_logits else [out, of_rows]
