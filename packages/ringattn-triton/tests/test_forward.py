@@ -45,6 +45,13 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, i
     check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
 
 
+@pytest.mark.parametrize("option", ["negative scale", "all at once"])
+def test_the_largest_scores_are_those_of_all_blocks(option: str) -> None:
+    block = with_option(option, 37, 70, dim=24, return_max_logits=True)
+    for first in (dataclasses.replace(block, kv=2 * block.kv), dataclasses.replace(block, kv=block.kv / 2)):
+        check(block, "continued", check(first, "from nothing"))
+
+
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
 def test_the_instructions_and_tiles_of_hopper_give_the_same_result(option: str) -> None:
     block = with_option(option, 70, 130, dim=24, dtype=jnp.bfloat16)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family of kernels that runs on any GPU and takes every block; also launches its forward pass."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from ringattn_core.contract.protocol import Block, Partial
@@ -27,9 +29,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     constants = inputs.constants
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
-    asked = constants.max_logits
-    before = [None] * 2 if partial is None else [partial.out, partial.lse]
-    before += [None if partial is None else partial.max_logits] if asked else []
+    before = before_of(block, partial)
     arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
     found = launch(
         forward_kernel,
@@ -41,16 +41,25 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         T=table.shape,
         FRESH=partial is None,
         **schedules.launch_options(constants, schedule),
-        **({} if asked else {"MAX_BEFORE": None, "MAX": None}),
+        **unused(block),
     )
     return Partial(*found)
+
+
+def before_of(block: Block, partial: Partial | None) -> list[jax.Array | None]:
+    """The operands of a forward kernel for the partial result that it continues, one for each of its `results`."""
+    given: list[Any] = [None] * 3 if partial is None else [partial.out, partial.lse, partial.max_logits]
+    return given[: len(results(block))]
+
+
+def unused(block: Block) -> dict[str, Any]:
+    """The pointers of a forward kernel that get nothing, because the call does not ask for `max_logits`."""
+    return {} if block.rule.return_max_logits else {"MAX_BEFORE": None, "MAX": None}
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of a forward kernel's outputs: `out`, `lse` and, if asked for, `max_logits`."""
     batch, length, heads, _ = block.q.shape
-    out = jax.ShapeDtypeStruct(
-        (batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32
-    )
+    out = jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32)
     of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     return [out, of_rows, of_rows] if block.rule.return_max_logits else [out, of_rows]
