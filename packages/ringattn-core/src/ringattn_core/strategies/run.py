@@ -102,11 +102,12 @@ def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
 
     Axes of size 1 need no name in the call, but JAX may track that the result varies over them: so they take part.
     """
-    own = jax.lax.stop_gradient(max_logits)
     named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
-    over = (*named, *sorted(name for name in axes.varying(own) - {*named} if axes.size("axis_name", (name,)) == 1))
+    alone = {name for name in axes.varying(max_logits) if axes.size("axis_name", (name,)) == 1}
+    over = (*named, *sorted(alone - {*named}))
     with jax.debug_infs(False):  # -inf is valid: the head sees no key
-        return jax.lax.pmax(align(own, axes.tracked() & {*over}), over) if over else own
+        own = align(jax.lax.stop_gradient(max_logits), axes.tracked() & {*over})
+        return jax.lax.pmax(own, over) if over else own
 
 
 def tuned_as(call: Call) -> Call:
