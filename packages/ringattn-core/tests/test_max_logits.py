@@ -14,7 +14,7 @@ from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Partial, from_flash, remat_policy, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract.merge import merge
-from ringattn_core.errors import BackendLoadError, KernelError
+from ringattn_core.errors import BackendLoadError, InputError, KernelError
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 SHAPES = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
@@ -119,7 +119,7 @@ def test_partial_results_merge_by_maximum() -> None:
     assert merge(a, Partial(out, lse)).max_logits is None
 
 
-def test_only_a_block_kernel_that_returns_it_may_declare_it() -> None:
+def test_only_a_block_kernel_that_returns_it_has_it() -> None:
     def flash(*_: Any, **__: Any) -> Any: ...
 
     class Forgetful:
@@ -130,7 +130,12 @@ def test_only_a_block_kernel_that_returns_it_may_declare_it() -> None:
 
     features = {Feature.FLOAT32, Feature.GROUPED_HEADS, Feature.MAX_LOGITS}
     for door, implementation, error, message in (
-        ("ring", lambda **_: None, BackendLoadError, "declares MAX_LOGITS, which only a block kernel can have"),
+        (
+            "ring",
+            lambda **_: None,
+            InputError,
+            "True needs a kernel of one block, but backend 'mine'",
+        ),
         ("kernel", from_flash(flash, flash), BackendLoadError, "declares MAX_LOGITS, which its kernel cannot have"),
         ("kernel", Forgetful(), KernelError, "returned max_logits = None"),
     ):

@@ -82,7 +82,7 @@ class Registration:
 
         def load() -> Any:
             loaded = imported(path) if self.given is None else self.given
-            _check_kernel(loaded, {*backend.features}) if backend.kernel else _check_ring(loaded, {*backend.features})
+            _check_kernel(loaded, {*backend.features}) if backend.kernel else _check_ring(loaded)
             return loaded
 
         return _tried(self.name, self.distribution, f"cannot load {path}", load)
@@ -134,9 +134,7 @@ def _check_kernel(kernel: Any, features: set[Feature]) -> None:
         raise TypeError(f"its descriptor declares {', '.join(beyond)}, which its kernel cannot have")
 
 
-def _check_ring(ring: Any, features: set[Feature]) -> None:
-    if Feature.MAX_LOGITS in features:
-        raise TypeError("its descriptor declares MAX_LOGITS, which only a block kernel can have")
+def _check_ring(ring: Any) -> None:
     reason = mismatch(ring) if callable(ring) else f"a ring function must be callable, got {ring!r}"
     if reason is not None:
         raise TypeError(reason)
