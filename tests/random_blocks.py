@@ -72,5 +72,12 @@ MASKS: Final[dict[str, Callable[[int, int], dict[str, Any]]]] = {
     "segments": lambda t, s: {"q_segments": random_ids(2, t), "kv_segments": random_ids(2, s)},
     "causal segments": lambda t, s: {"q_segments": random_ids(2, t), "kv_segments": random_ids(2, s), "causal": True},
     "dense mask": lambda t, s: {"mask": random_mask(2, 1, t, s)},
-}
+    "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
+    "positions": lambda t, s: {
+        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
+    },
+    "positions in chunks": lambda t, s: {
+        "chunk_size": 4, "increasing": False, "q_positions": scattered(5, 1, t), "kv_positions": scattered(6, 2, s),
+    },
+}  # fmt: skip
 """Fields of `make_block` by which a query sees some keys only, from the numbers of queries and keys, by name."""

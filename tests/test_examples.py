@@ -52,22 +52,6 @@ for one, spread in (([4.0, 1.0], [4.0, 1.0002]), ([4.0, 1.0], [4.0, float("nan")
         assert why in said
 
 
-def test_a_ring_that_computes_something_else_ends_with_status_1():
-    """The mesh's run without the causal mask: the verdict compares real losses."""
-    code = "\n".join(
-        [
-            "import train_jax_nn, training",
-            "training.STEPS = 2",
-            "true = train_jax_nn.dot_product_attention",
-            "train_jax_nn.dot_product_attention = lambda *x, is_causal, **ring: true(*x, is_causal=not ring, **ring)",
-            "training.main('sabotaged', train_jax_nn.model)",
-        ]
-    )
-    result = run("-c", code)
-    assert result.returncode == 1
-    assert "sabotaged: the losses differ from those of one device" in result.stderr
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_recipe_of_the_cookbook_gives_the_results_of_one_device(architecture: str):
     result = run(f"cookbook/{architecture}.py")

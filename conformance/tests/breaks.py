@@ -33,6 +33,9 @@ def dtype(*names: str) -> Condition:
     return lambda block: block.case.dtype in names
 
 
+half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
+
+
 def in_dtype(name: str, when: Condition) -> Condition:
     return lambda block: block.case.dtype == name and when(block)
 

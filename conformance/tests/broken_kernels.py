@@ -10,6 +10,26 @@ from reference_kernels import Dense, Gathered, Gathering
 from ringattn_core import Block, Gradients, Partial
 
 
+class Changed(Dense):
+    """A kernel that computes another block than the one it gets, in both passes."""
+
+    def change(self, block: Block) -> Block:
+        raise NotImplementedError
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return super().forward(self.change(block), partial)
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(self.change(block), *arrays)
+
+
+class ChangedForward(Changed):
+    """A kernel that computes another block than the one it gets, in the forward pass."""
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return Dense.backward(self, block, *arrays)
+
+
 class CausalLostUnderGrad(Dense):
     """The backward pass forgets the causal mask."""
 
@@ -116,14 +136,14 @@ class NanInEmptyRows(Dense):
         return dataclasses.replace(found, out=jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out))
 
 
-class PaddingSeen(Dense):
+class PaddingSeen(Changed):
     """Padding sees padding: a negative id is an id like any other."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_ids_of_padding(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_with_ids_of_padding(block), *arrays)
+    def change(self, block: Block) -> Block:
+        if block.q_segments is None or block.kv_segments is None:
+            return block
+        q_ids, kv_ids = (jnp.where(ids < 0, 99, ids) for ids in (block.q_segments, block.kv_segments))
+        return dataclasses.replace(block, q_segments=q_ids, kv_segments=kv_ids)
 
 
 class LowBiasIsANumber(Dense):
@@ -137,16 +157,10 @@ class LowBiasIsANumber(Dense):
         return super().scores(dataclasses.replace(block, bias=finite))
 
 
-class WindowOffByOne(Dense):
+class WindowOffByOne(Changed):
     """The left end of a window is exclusive."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(self._narrowed(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(self._narrowed(block), *arrays)
-
-    def _narrowed(self, block: Block) -> Block:
+    def change(self, block: Block) -> Block:
         left, right = block.rule.sliding_window or (None, None)
         return _with_rule(block, sliding_window=(left - 1, right)) if left else block
 
@@ -167,24 +181,20 @@ class PositionsRestart(Gathering):
         )
 
 
-class LocalDropout(Dense):
+class LocalDropout(Changed):
     """Dropout counts queries from the start of the shard."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_local(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_local(block), *arrays)
+    def change(self, block: Block) -> Block:
+        return dataclasses.replace(block, q_index=jnp.arange(block.q_length, dtype=jnp.int32)[None])
 
 
-class OtherDropoutInHalf(Dense):
+class OtherDropoutInHalf(Changed):
     """Dropout draws other bits for narrow numbers."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_other_seed_in_half(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_other_seed_in_half(block), *arrays)
+    def change(self, block: Block) -> Block:
+        if block.seed is None or block.q.dtype == jnp.float32:
+            return block
+        return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
 
 
 class BiasGradientDropped(Dense):
@@ -225,36 +235,32 @@ class LastHopMissing(Gathering):
         return dataclasses.replace(gathered, block=dataclasses.replace(block, mask=mask))
 
 
-class NanHidden(Dense):
+class NanHidden(ChangedForward):
     """NaN in keys and values counts as zero."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(dataclasses.replace(block, kv=jax.tree.map(jnp.nan_to_num, block.kv)), partial)
+    def change(self, block: Block) -> Block:
+        return dataclasses.replace(block, kv=jax.tree.map(jnp.nan_to_num, block.kv))
 
 
-class SoftCapIgnored(Dense):
+class SoftCapIgnored(ChangedForward):
     """The soft cap is ignored, silently."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_rule(block, logits_soft_cap=None), partial)
+    def change(self, block: Block) -> Block:
+        return _with_rule(block, logits_soft_cap=None)
 
 
-class HalfPrecisionProducts(Dense):
+class HalfPrecisionProducts(ChangedForward):
     """Products of float32 are made in bfloat16."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        narrow = dataclasses.replace(block, q=_narrow(block.q), kv=jax.tree.map(_narrow, block.kv))
-        return super().forward(narrow, partial)
+    def change(self, block: Block) -> Block:
+        return dataclasses.replace(block, q=_narrow(block.q), kv=jax.tree.map(_narrow, block.kv))
 
 
-class PositionsOfTheFirstRow(Dense):
+class PositionsOfTheFirstRow(Changed):
     """All batch rows have the positions of the first."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_positions_of_first_row(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_positions_of_first_row(block), *arrays)
+    def change(self, block: Block) -> Block:
+        return dataclasses.replace(block, q_positions=block.q_positions[:1])
 
 
 class AtMostAsManyQueries(Dense):
@@ -267,12 +273,12 @@ class AtMostAsManyQueries(Dense):
         return dataclasses.replace(found, out=out, lse=jnp.where(beyond, -jnp.inf, found.lse))
 
 
-class OneQueryAfterAnother(Dense):
+class OneQueryAfterAnother(ChangedForward):
     """Every query is one position after the query before it."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
+    def change(self, block: Block) -> Block:
         counted = block.q_positions[:, :1] + jnp.arange(block.q_length, dtype=jnp.int32)
-        return super().forward(dataclasses.replace(block, q_positions=counted), partial)
+        return dataclasses.replace(block, q_positions=counted)
 
 
 class NarrowDq(Dense):
@@ -299,43 +305,15 @@ class BuilderByLocalHead(Dense):
         return super().scores(dataclasses.replace(block, head_index=local))
 
 
-class SeedOfTheFirstRow(Dense):
+class SeedOfTheFirstRow(Changed):
     """All rows of the batch have the dropout seed of the first."""
 
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_seed_of_first_row(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_seed_of_first_row(block), *arrays)
-
-
-def _seed_of_first_row(block: Block) -> Block:
-    return dataclasses.replace(block, seed=None if block.seed is None else jnp.full_like(block.seed, block.seed[0]))
-
-
-def _positions_of_first_row(block: Block) -> Block:
-    return dataclasses.replace(block, q_positions=block.q_positions[:1])
+    def change(self, block: Block) -> Block:
+        return dataclasses.replace(block, seed=None if block.seed is None else jnp.full_like(block.seed, block.seed[0]))
 
 
 def _with_rule(block: Block, **changes: Any) -> Block:
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, **changes))
-
-
-def _other_seed_in_half(block: Block) -> Block:
-    if block.seed is None or block.q.dtype == jnp.float32:
-        return block
-    return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
-
-
-def _with_ids_of_padding(block: Block) -> Block:
-    if block.q_segments is None or block.kv_segments is None:
-        return block
-    q_ids, kv_ids = (jnp.where(ids < 0, 99, ids) for ids in (block.q_segments, block.kv_segments))
-    return dataclasses.replace(block, q_segments=q_ids, kv_segments=kv_ids)
-
-
-def _local(block: Block) -> Block:
-    return dataclasses.replace(block, q_index=jnp.arange(block.q_length, dtype=jnp.int32)[None])
 
 
 def _narrow(x: jax.Array) -> jax.Array:

@@ -6,39 +6,21 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, always, changed, dtype, has, in_dtype, masked, wrong_in
-from numpy_ring import Block, Dense, Pair
+from breaks import Break, Condition, always, bfloat16, changed, dtype, float16, half, has, in_dtype, masked, wrong_in
+from numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window
 from ringattn_conformance.cases import DTYPES
 
 Ids = Callable[[Any, Any], Any]
-
-
-def coordinates(block: Block) -> Pair:
-    return block.q_positions[:, None, :, None], block.kv_positions[:, None, None, :]
 
 
 def indices(block: Block) -> Pair:
     return block.q_index[None, None, :, None], block.kv_index[None, None, None, :]
 
 
-def causal(at: Pair) -> np.ndarray:
-    return at[1] <= at[0]
-
-
-def window(at: Pair, sides: Any) -> np.ndarray:
-    (i, j), (left, right) = at, sides
-    return (j >= i - (2**40 if left is None else left)) & (j <= i + (2**40 if right is None else right))
-
-
 def truncated_chunk(block: Block) -> np.ndarray:
     i, j = coordinates(block)
     assert block.chunk is not None
     return (np.trunc(i / block.chunk) == np.trunc(j / block.chunk)) & (j <= i)
-
-
-def chunk_from(block: Block, at: Pair, start: int = 0) -> np.ndarray:
-    i, j = at
-    return ((i - start) // block.chunk == (j - start) // block.chunk) & (j <= i)
 
 
 def lost(name: str, when: Condition = always) -> Dense:
@@ -87,15 +69,25 @@ def with_window(change: Callable[[Any], Any], when: Condition = always) -> Dense
     return changed(has("window", and_also=when), window=lambda block: change(block.window))
 
 
-def without_tail(size: int, when: Condition = always) -> Dense:
-    """A kernel that leaves out the keys after the last full tile of this size."""
+def first_keys(count: Callable[[int], int], when: Condition = always) -> Dense:
+    """A kernel that sees the first `count(length)` keys only."""
 
     def masks(right: Any, block: Block) -> Any:
         length = block.kv_index.size
-        seen = np.arange(length) < length // size * size
-        return right(block) | ({"tail": seen[None, None, None]} if when(block) and length > size else {})
+        seen = np.arange(length) < count(length)
+        return right(block) | ({"tail": seen[None, None, None]} if when(block) else {})
 
     return wrong_in("masks", masks)
+
+
+def without_tail(size: int, when: Condition = always) -> Dense:
+    """A kernel that leaves out the keys after the last full tile of this size."""
+    return first_keys(lambda length: length // size * size or length, when)
+
+
+def whole_tile_lost(size: int, when: Condition = always) -> Dense:
+    """A kernel that keeps `length % size` keys of the last tile, which is none if the tile is whole."""
+    return first_keys(lambda length: length if length % size else length - size, when)
 
 
 def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
@@ -121,9 +113,6 @@ def alone(block: Block) -> bool:
 
 def without_right_side(when: Condition = always) -> Dense:
     return with_window(lambda sides: (sides[0], None), when)
-
-
-half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
 
 def without_tiles_of_the_first_row(block: Block, right: np.ndarray) -> np.ndarray:

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, always, changed, dtype, has, wrong_in
-from numpy_ring import Block, Dense, finite, log_sum_exp, per_pair, summed_to
+from breaks import Break, Condition, always, bfloat16, changed, dtype, float16, half, has, wrong_in
+from numpy_ring import Block, Dense, coordinates, finite, log_sum_exp, summed_to
 from ringattn_conformance.cases import DTYPES
+from ringattn_conformance.oracle import per_pair
 
 LARGEST_FLOAT16: Final = 65504.0
-half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
 
 def signed(block: Block) -> np.ndarray:
-    return (block.q_positions[:, None, :, None] - block.kv_positions[:, None, None, :]).astype(np.float64)
+    i, j = coordinates(block)
+    return (i - j).astype(np.float64)
 
 
 def by_index(block: Block) -> np.ndarray:

@@ -4,8 +4,9 @@
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, changed, dtype, wrong_in
-from broken_numbers import bfloat16, cut, half, last, of_results
+from breaks import Break, Condition, bfloat16, changed, dtype, half, wrong_in
+from broken_masks import whole_tile_lost
+from broken_numbers import cut, last, of_results
 from numpy_ring import Block, Dense
 
 
@@ -17,13 +18,6 @@ def rows_cut(size: int) -> Any:
         return (np.where(rows[:, None, None], out, 0) if rows.any() else out), lse
 
     return wrong
-
-
-def whole_tile_lost(right: Any, block: Block) -> Any:
-    """The masks of a kernel that keeps `length % tile` keys of the last tile, which is none if the tile is whole."""
-    length = block.kv_index.size
-    lost = half(block) and length % TILE == 0
-    return right(block) | ({"tail": (np.arange(length) < length - TILE)[None, None, None]} if lost else {})
 
 
 def tail_seen(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
@@ -44,7 +38,6 @@ def doubled_with_one_key(when: Condition) -> Dense:
                       lambda block: when(block) and block.kv_index.size == 1 and last(block))  # fmt: skip
 
 
-TILE: Final = 128
 SIZES: Final = {
     "odd-head-size-cut": Break("Of a head size that is no multiple of 8 the rest is left out.",
                                changed(q=lambda block: cut(block.q, block.q.shape[-1] // 8 * 8))),
@@ -101,7 +94,7 @@ SIZES: Final = {
     "heads-beyond-12": Break("Query heads from the 13th on are zero.",
                              of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 12).swapaxes(2, 3), lse))),
     "whole-tile-lost": Break(
-        "In half precision the last tile of 128 keys is lost if it is a whole one.", wrong_in("masks", whole_tile_lost)
+        "In half precision the last tile of 128 keys is lost if it is a whole one.", whole_tile_lost(128, half)
     ),
     "tail-seen-without-masks": Break(
         "In half precision, without a mask, the rest of the last tile of keys counts as keys of score 0.",

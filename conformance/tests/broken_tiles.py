@@ -3,13 +3,13 @@
 """Kernels that are wrong at the edges of tiles, or where a rank has more queries than keys."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from breaks import Break, Condition, always, dtype, masked, wrong_in
-from broken_masks import causal, chunk_from, coordinates, window, without_tail
+from breaks import Break, Condition, always, dtype, masked
+from broken_masks import whole_tile_lost, without_tail
 from broken_numbers import of_gradients, of_kept
-from numpy_ring import Block, Dense, Pair
+from numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window
 from ringattn_conformance.cases import DTYPES
 
 
@@ -31,17 +31,6 @@ def repeated_dropout(size: int, when: Condition = always) -> Dense:
         return kept[..., np.arange(kept.shape[-1]) % size]
 
     return of_kept(wrong, when)
-
-
-def whole_tile(size: int, when: Condition = always) -> Dense:
-    """A kernel that loses the last tile of keys if it is a whole one."""
-
-    def masks(right: Any, block: Block) -> Any:
-        length = block.kv_index.size
-        lost = length % size == 0 and when(block)
-        return right(block) | ({"tail": (np.arange(length) < length - size)[None, None, None]} if lost else {})
-
-    return wrong_in("masks", masks)
 
 
 def late_window(size: int, when: Condition = always) -> Dense:
@@ -92,8 +81,8 @@ TILES: Final = {
     ),
     "last-whole-tile-lost": Break(
         "The last tile of 16 keys is lost if it is a whole one.",
-        whole_tile(16),
-        rarer=tuple((name, whole_tile(256, dtype(name))) for name in DTYPES),
+        whole_tile_lost(16),
+        rarer=tuple((name, whole_tile_lost(256, dtype(name))) for name in DTYPES),
     ),
     "dropout-repeated": Break(
         "Every tile of 32 keys drops what the first drops.",

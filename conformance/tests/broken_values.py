@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 from breaks import changed, masked, wrong_in
+from broken_masks import first_keys
 from broken_numbers import cut, of_bias, of_gradients, of_kept, of_results
-from numpy_ring import Block, Dense, finite
+from numpy_ring import Block, Dense, coordinates, finite
 from ringattn_conformance.cases import DTYPES, Case
 
 When = Callable[[Case], Any]
@@ -65,8 +66,7 @@ def at_most(most: int) -> Callable[[Block], Any]:
 
 def wrapped_window(block: Block, right: np.ndarray) -> np.ndarray:
     """The window as int32 has it if `i - left` is computed."""
-    left, bound = block.window
-    i, j = block.q_positions[:, None, :, None], block.kv_positions[:, None, None, :]
+    (left, bound), (i, j) = block.window, coordinates(block)
     lowest = (i - left).astype(np.int64).astype(np.int32)
     return (j >= lowest) & (j <= i + (2**40 if bound is None else bound))
 
@@ -125,16 +125,6 @@ def longer(least: int) -> When:
 
 def zero_from(axis: int, size: int) -> Callable[[Block, Any, Any], Any]:
     return lambda block, out, lse: (np.moveaxis(cut(np.moveaxis(out, axis, -1), size), -1, axis), lse)
-
-
-def without_keys(count: Callable[[int], int]) -> Dense:
-    """A kernel that sees the first `count(length)` keys only."""
-
-    def masks(right: Any, block: Block) -> Any:
-        length = block.kv_index.size
-        return right(block) | {"tail": (np.arange(length) < count(length))[None, None, None]}
-
-    return wrong_in("masks", masks)
 
 
 def dk_without_the_last_query(right: Any, block: Block, *arrays: Any) -> Any:
@@ -225,12 +215,12 @@ VALUES: Final = {
     "queries-beyond-1024": of("Queries from the 1025th on are zero.", lambda case: case.q_length > 1024, of_results,
                               zero_from(1, 1024), core=False),
     "keys-beyond-1024": Values("Keys from the 1025th on are not seen.", lambda case: case.kv_length > 1024,
-                               without_keys(lambda length: min(length, 1024)), core=False),
+                               first_keys(lambda length: min(length, 1024)), core=False),
     "keys-beyond-65536": Values("Keys from the 65,537th on are not seen.", lambda case: case.kv_length > 2**16,
-                                without_keys(lambda length: min(length, 2**16))),
+                                first_keys(lambda length: min(length, 2**16))),
     "last-key-of-65": Values("The last key is lost if there are more than 64 and the rest is one.",
                              lambda case: case.kv_length > 64 and case.kv_length % 64 == 1,
-                             without_keys(lambda length: length - (length > 64 and length % 64 == 1))),
+                             first_keys(lambda length: length - (length > 64 and length % 64 == 1))),
     "dk-without-the-last-query": Values("`dk` is without the last query if the rest of a tile of 16 is one.",
                                         lambda case: case.q_length % 16 == 1 and not case.forward,
                                         wrong_in("backward", dk_without_the_last_query)),
@@ -279,7 +269,7 @@ VALUES: Final = {
                         of_gradients, "dq", lambda block, dq: cut(dq.swapaxes(1, 3), 512).swapaxes(1, 3), core=False),
     "last-of-127-keys-in-float16": Values("In float16 the last key is lost if a tile of 128 lacks one.", lambda case:
                                           case.kv_length % 128 == 127 and case.dtype == "float16",
-                                          without_keys(lambda length: length - 1), core=False),
+                                          first_keys(lambda length: length - 1), core=False),
     "two-queries-alike": of("Of two queries the second has the output of the first.", lambda case: case.q_length == 2,
                             of_results, lambda block, out, lse: (np.repeat(out[:, :1], 2, 1), lse), core=False),
     "scores-below-10000-empty": of("A row whose scores are all below -10,000 sees no key.", lambda case:

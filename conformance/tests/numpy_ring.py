@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from ringattn_conformance import oracle
 from ringattn_conformance.cases import DTYPES, Case, Inputs
+from ringattn_conformance.oracle import per_pair, per_row
 from ringattn_conformance.ranks import Placement
 
 Arrays = dict[str, np.ndarray]
@@ -106,17 +107,13 @@ class Dense:
 
     def masks(self, block: Block) -> Arrays:
         """The masks of the call by name, each broadcastable to `[B, N, T, S]`."""
-        i, j = block.q_positions[:, None, :, None], block.kv_positions[:, None, None, :]
-        found: Arrays = {}
+        at, found = coordinates(block), {}
         if block.causal:
-            found["causal"] = j <= i
+            found["causal"] = causal(at)
         if block.window is not None:
-            left, right = block.window
-            found["window"] = (j >= i - (2**40 if left is None else left)) & (
-                j <= i + (2**40 if right is None else right)
-            )
+            found["window"] = window(at, block.window)
         if block.chunk is not None:
-            found["chunk"] = (i // block.chunk == j // block.chunk) & (j <= i)
+            found["chunk"] = chunk_from(block, at)
         if block.q_ids is not None and block.kv_ids is not None:
             found["ids"] = self.same(block, block.q_ids[:, None, :, None], block.kv_ids[:, None, None, :])
         for name in ("mask", "built"):
@@ -142,7 +139,8 @@ class Dense:
         return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)
 
     def distance(self, block: Block) -> np.ndarray:
-        return np.abs(block.q_positions[:, None, :, None] - block.kv_positions[:, None, None, :]).astype(np.float64)
+        i, j = coordinates(block)
+        return np.abs(i - j).astype(np.float64)
 
     def keep(self, block: Block, backward: bool) -> Any:
         return 1.0 if block.kept is None else block.kept / (1 - block.dropout)
@@ -168,20 +166,28 @@ class OneAfterAnother(Dense):
         if block.half:
             return super().products(block)
         q, k = (np.moveaxis(x.astype(np.float32), 2, 1) for x in (block.q, self.of_heads(block, block.k)))
-        total = np.zeros((*q.shape[:3], k.shape[2]), np.float32)
+        total, product = (np.zeros((*q.shape[:3], k.shape[2]), np.float32) for _ in range(2))
         for component in range(q.shape[-1]):
-            total += q[..., :, None, component] * k[..., None, :, component]
+            total += np.multiply(q[..., :, None, component], k[..., None, :, component], out=product)
         return total.astype(np.float64)
 
 
-def per_pair(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """`btnh,bsnh->bnts`"""
-    return np.moveaxis(rows, 2, 1) @ np.moveaxis(columns, 1, 3)
+def coordinates(block: Block) -> Pair:
+    return block.q_positions[:, None, :, None], block.kv_positions[:, None, None, :]
 
 
-def per_row(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """`bnts,bsnh->btnh`"""
-    return np.moveaxis(weights @ np.moveaxis(columns, 2, 1), 1, 2)
+def causal(at: Pair) -> np.ndarray:
+    return at[1] <= at[0]
+
+
+def window(at: Pair, sides: Any) -> np.ndarray:
+    (i, j), (left, right) = at, sides
+    return (j >= i - (2**40 if left is None else left)) & (j <= i + (2**40 if right is None else right))
+
+
+def chunk_from(block: Block, at: Pair, start: int = 0) -> np.ndarray:
+    i, j = at
+    return ((i - start) // block.chunk == (j - start) // block.chunk) & (j <= i)
 
 
 def log_sum_exp(s: np.ndarray, axis: int) -> np.ndarray:

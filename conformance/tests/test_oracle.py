@@ -11,8 +11,6 @@ from ringattn_conformance import oracle
 from ringattn_conformance.cases import CASES, Case
 from ringattn_conformance.oracle import Problem, attend
 
-LOWEST = np.finfo(np.float32).min
-
 
 def _tiny(**options) -> Problem:
     """One head of size 1, keys 0, so that every score is 0 before bias: two queries, three keys with values 1, 2, 4."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin: light, in time, polite to other tests, and clear about what it ran."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from ringattn_conformance import plugin
 from ringattn_conformance.devices import COUNT_FLAG
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
+from small_suites import started
 
 CONFTEST = """
 import contextlib
@@ -47,18 +47,7 @@ def _pytest(folder: Path, test: str, *arguments: str, **variables: str) -> subpr
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(test)
-    kept = {name: x for name, x in os.environ.items() if not name.startswith(("PYTEST_", "XLA_FLAGS"))}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "test_it.py",
-        *arguments,
-    ]
-    return subprocess.run(command, env=kept | variables, cwd=folder, capture_output=True, text=True)
+    return started(folder, "-m", "pytest", "-s", "-p", "no:cacheprovider", "test_it.py", *arguments, **variables)
 
 
 def test_importing_it_imports_no_jax():
@@ -67,20 +56,15 @@ def test_importing_it_imports_no_jax():
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a run prints that counts devices."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run prints that counts devices and has a test that fails; it names its backend twice."""
     variables = {"RINGATTN_BACKEND": "own", "RINGATTN_TYPO": "1"}
-    return _pytest(tmp_path_factory.mktemp("counted"), COUNTS, "--ringattn-backend", "own", **variables).stdout
+    twice = ("--ringattn-backend", "own") * 2
+    return _pytest(tmp_path_factory.mktemp("said"), COUNTS + FAILS, *twice, **variables).stdout
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a run prints whose one test fails; it names its backend twice."""
-    return _pytest(tmp_path_factory.mktemp("failed"), FAILS, *("--ringattn-backend", "own") * 2).stdout
-
-
-def test_the_cpu_is_eight_devices_even_if_a_conftest_imports_jax(counted: str):
-    assert "DEVICES 8 false" in counted
+def test_the_cpu_is_eight_devices_even_if_a_conftest_imports_jax(said: str):
+    assert "DEVICES 8 false" in said
 
 
 def test_a_number_of_devices_and_a_share_of_memory_that_the_user_chose_stay(tmp_path: Path):
@@ -100,13 +84,13 @@ def test_runs_that_have_nothing_to_do_with_the_suite_are_left_alone(tmp_path: Pa
     assert "ringattn:" not in done.stdout
 
 
-def test_the_header_names_versions_backends_and_variables(counted: str):
-    assert "ringattn: python" in counted
+def test_the_header_names_versions_backends_and_variables(said: str):
+    assert "ringattn: python" in said
     for name in ("jaxlib", "numpy", "pytest", "pytest-xdist", "ringattn-core", "ringattn-xla", "ringattn-conformance"):
-        assert f", {name} " in counted
-    assert "ringattn backend: own\n" in counted
-    assert "RINGATTN_BACKEND=own" in counted
-    assert "RINGATTN_TYPO=1" in counted
+        assert f", {name} " in said
+    assert "ringattn backend: own\n" in said
+    assert "RINGATTN_BACKEND=own" in said
+    assert "RINGATTN_TYPO=1" in said
 
 
 def test_a_backend_that_is_not_available_stops_the_run(tmp_path: Path):
@@ -131,17 +115,17 @@ def test_why_a_backend_cannot_be_certified(changes: dict[str, Any], message: str
     assert why is None if message is None else message in str(why)
 
 
-def test_a_failure_ends_with_the_line_that_runs_it_alone(failed: str):
-    assert "pytest --pyargs 'test_it::test_that_fails[own]' --ringattn-backend own" in failed
+def test_a_failure_ends_with_the_line_that_runs_it_alone(said: str):
+    assert "pytest --pyargs 'test_it::test_that_fails[own]' --ringattn-backend own" in said
 
 
-def test_a_backend_named_twice_is_certified_once(failed: str):
-    assert "1 failed" in failed
+def test_a_backend_named_twice_is_certified_once(said: str):
+    assert "1 failed, 1 passed" in said
 
 
 def test_a_test_file_of_somebody_else_is_one_import(tmp_path: Path):
     modules = ("test_block", "test_ring")
     imports = "\n".join(f"from ringattn_conformance.suite.{module} import *" for module in modules)
     options = ("--ringattn-backend", "xla", "-k", "gqa and all_gather")
-    done = _pytest(tmp_path, imports, *options, JAX_PLATFORMS="cpu")
+    done = _pytest(tmp_path, imports, *options)
     assert "1 passed" in done.stdout, done.stdout

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes down: nothing that was left out, expected, widened or lost goes unsaid."""
 
-import json
 import re
 from pathlib import Path
 
@@ -81,10 +80,6 @@ def test_a_part_of_the_suite_is_no_run_of_the_suite(ran: SmallSuite, only: str):
     assert done.backend["not_run"] == (EVERY[1:4] if "::" in only else [])
 
 
-def test_an_ignored_file_is_missed(ran: SmallSuite):
-    assert ran("--ignore", "suite/test_second.py").backend["uncollected"] == ["test_second"]
-
-
 def test_the_last_failed_alone_are_no_run_of_the_suite(ran: SmallSuite):
     assert ran(RINGATTN_WRONG="b").backend["failed"] == [f"{LETTER}[b]"]
     done = ran("--lf")
@@ -127,15 +122,6 @@ def test_a_failure_that_is_not_the_expected_one_fails(ran: SmallSuite, tmp_path:
     done = ran(RINGATTN_WRONG="bc")
     assert done.code == 1
     assert done.backend["failed"] == [f"{LETTER}[c]"]
-
-
-def test_a_pass_that_is_not_expected_fails(ran: SmallSuite, tmp_path: Path):
-    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}')
-    done = ran()
-    assert done.code == 1
-    assert done.backend["unexpected_pass"] == [f"{LETTER}[b]"]
-    assert done.backend["failed"] == []
-    assert not done.certificate["given"]
 
 
 def test_a_failure_that_is_expected_of_no_known_test_fails(ran: SmallSuite, tmp_path: Path):
@@ -219,11 +205,3 @@ def test_a_test_outside_the_suite_may_fail_and_does_not_count_as_the_suite(ran: 
     done = ran(only="test_own.py", RINGATTN_WRONG="a")
     assert done.backend["failed"] == ["test_own::test_letter[a]"]
     assert done.backend["uncollected"] == ["test_first", "test_second"]
-
-
-def test_the_report_is_plain_json(ran: SmallSuite, tmp_path: Path):
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    ran()
-    json.loads((tmp_path / "deep" / "report.json").read_text(), parse_constant=refuse)

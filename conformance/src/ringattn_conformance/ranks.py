@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
-from ringattn_core.call.options import ARRAYS
 from ringattn_core.config import RingAttentionConfig
+from ringattn_core.contract.call import ARRAYS
 from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles

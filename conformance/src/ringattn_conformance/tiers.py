@@ -19,8 +19,8 @@ TIERS: Final = {
 MARK: Final = "ringattn_tier"
 
 
-def mark(tier: str | None, *ids: str) -> pytest.MarkDecorator:
-    """Puts a test into a tier, or only its parameter sets with these ids; the tier `None` means that it never runs."""
+def mark(tier: str, *ids: str) -> pytest.MarkDecorator:
+    """Puts a test into a tier, or only its parameter sets with these ids."""
     return getattr(pytest.mark, MARK)(tier, *ids)
 
 
@@ -28,13 +28,13 @@ core = mark(CORE)
 """Puts a whole test into the core tier."""
 
 
-def contains(tier: str, own: str | None) -> bool:
-    """Whether a run of `tier` includes a test whose own tier is `own`; never if that is `None`."""
+def contains(tier: str, own: str) -> bool:
+    """Whether a run of `tier` includes a test whose own tier is `own`."""
     order = list(TIERS)
-    return own is not None and order.index(own) <= order.index(tier)
+    return order.index(own) <= order.index(tier)
 
 
-def tier_of(item: pytest.Item, parameters: str) -> str | None:
+def tier_of(item: pytest.Item, parameters: str) -> str:
     """The tier of a test, by its nearest mark for these `parameters` (pytest's id without the backend); else full."""
     for found in item.iter_markers(MARK):
         tier, *ids = found.args

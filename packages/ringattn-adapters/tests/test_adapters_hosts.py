@@ -236,6 +236,10 @@ class TestWhatIsRefused:
         with pytest.raises(errors.InputError, match=rf"^{next(iter(given))}: is set"):
             levanter.dot_product_attention(*OF_LEVANTER, **given)
 
+    def test_by_the_ring_in_the_words_of_levanter(self):
+        with pytest.raises(errors.InputError, match=r"^scaling_factor: got 'text'"):
+            levanter.dot_product_attention(*OF_LEVANTER, scaling_factor="text")
+
     def test_a_field_of_a_later_mask_of_levanter(self):
         with pytest.raises(errors.InputError, match=r"^prefix: is set"):
             levanter.dot_product_attention(*OF_LEVANTER, LaterMask(prefix=3))

@@ -11,6 +11,7 @@ import pytest
 from ringattn_core import Backend, Feature, Gradients, Partial, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.contract.merge import empty
+from rings import mesh_of
 
 V, B, T, N, H = 3, 2, 6, 2, 4
 
@@ -69,7 +70,7 @@ def test_nested_vmaps_and_a_vmapped_seed_give_the_result_of_each_example():
 
 def test_numpy_arrays_that_a_vmapped_call_with_a_mesh_closes_over_are_constants():
     x = {name: np.asarray(array) for name, array in inputs().items()}
-    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(sp=2)
 
     def loss(query: Any, **ring: Any) -> Any:
         return jnp.sum(jnp.sin(ring_attention(query, x["k"][0], x["v"][0], causal=True, **ring)))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, decode_attention, from_layout, prefill_attention, to_layout
@@ -19,24 +19,17 @@ from ringattn_core.call.validation import validated
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 from ringattn_core.strategies import cache
 from ringattn_xla.block import KERNEL as XLA
+from rings import close, drawn, mesh_of
 from traced_calls import forget_traced_calls
 
 B, T, S, N, K, H, HV = 2, 24, 48, 4, 2, 8, 6
-SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, HV)}
-CHUNK, KEY, VALUE = (jax.random.normal(jax.random.key(number), shape) for number, shape in enumerate(SHAPES.values()))
+CHUNK, KEY, VALUE = drawn((B, T, N, H), (B, S, K, H), (B, S, K, HV))
 NEW = CHUNK[:, :2]
 """The queries of a step of decoding; `CHUNK` has the queries of prefill."""
 LENGTHS = np.array([37, 20])  # the second row has fewer tokens than `CHUNK`: the first four queries there see nothing
 SINKS, SLOPES = jnp.linspace(-1.0, 1.0, N), jnp.linspace(0.1, 0.5, N)
 OPTIONS: dict[str, Any] = {"softmax_aux": SINKS, "sliding_window": (13, 0), "alibi_slopes": SLOPES}
 SPLIT = P(None, "sp")
-
-
-def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
-    count = int(np.prod(list(sizes.values())))
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=jax.devices()[:count]
-    )
 
 
 def over(**options: Any) -> dict[str, Any]:
@@ -53,8 +46,8 @@ def expected(query: Any, lengths: Any = LENGTHS, dout: Any = None, **options: An
 
 
 def agrees(got: Any, wanted: oracle.Answer, layout: str = "contiguous", ranks: int = 1) -> None:
-    np.testing.assert_allclose(from_layout(got[0], layout, ranks), wanted.out, atol=2e-5)
-    np.testing.assert_allclose(from_layout(got[1], layout, ranks, axis=2), wanted.lse, atol=2e-5)
+    close(from_layout(got[0], layout, ranks), wanted.out)
+    close(from_layout(got[1], layout, ranks, axis=2), wanted.lse)
 
 
 class TestDecoding:
@@ -150,18 +143,6 @@ class TestDecoding:
 
 
 class TestPrefill:
-    @pytest.mark.parametrize(
-        ("ranks", "layout", "kind", "send"),
-        [(2, "zigzag", AxisType.Auto, "keys"), (3, "striped", AxisType.Explicit, "queries")],
-    )
-    def test_it_equals_the_oracle_on_global_arrays(self, ranks: int, layout: str, kind: AxisType, send: Any) -> None:
-        mesh, operands = mesh_of(kind, sp=ranks), [to_layout(x, layout, ranks) for x in (CHUNK, KEY, VALUE)]
-
-        def attend(lengths: Any, *operands: Any) -> Any:
-            return prefill_attention(*operands, lengths, send=send, **over(mesh=mesh, layout=layout), **OPTIONS)
-
-        agrees(jax.jit(attend)(jnp.asarray(LENGTHS), *operands), expected(CHUNK, **OPTIONS), layout, ranks)
-
     @pytest.mark.parametrize("send", ["keys", "queries"])
     def test_batch_and_heads_may_be_split_on_the_mesh_of_the_context(self, send: Any) -> None:
         with jax.set_mesh(mesh_of(dp=2, sp=2, tp=2)):
@@ -280,7 +261,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         DECODE,
         {"key_cache": KEY[:, :30], "value_cache": VALUE[:, :30], "lengths": 1},
         InputError,
-        "Allocate 32",
+        "key_cache has 30. Pad it to 32",
     ),
     "an option of ring_attention": (
         DECODE,

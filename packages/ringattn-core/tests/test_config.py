@@ -31,8 +31,7 @@ class TestParams:
             params(q_blocksize=128, extra={"b": 1, "a": 2}),
             params(q_blocksize=np.int64(128), extra={"a": 2, "b": 1}),
         )
-        assert a == b
-        assert hash(a) == hash(b)
+        assert a == b and hash(a) == hash(b)
 
     @pytest.mark.parametrize(
         ("field", "value"), [("q_blocksize", 0), ("kv_blocksize", 1.5), ("num_warps", "4"), ("num_stages", True)]
@@ -40,10 +39,8 @@ class TestParams:
     def test_a_size_that_is_not_a_positive_integer_is_refused_by_name(
         self, params: Any, field: str, value: Any
     ) -> None:
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=f"{field}: got {value!r}, not a positive integer. .*Leave it None"):
             params(**{field: value})
-        assert f"{field}: got {value!r}, not a positive integer" in str(caught.value)
-        assert "Leave it None" in str(caught.value)
 
     @pytest.mark.parametrize("extra", [3, {1: 2, "order": 3}, {"table": {1: 2}}])
     def test_values_without_names_and_unhashable_ones_are_refused(self, params: Any, extra: Any) -> None:
@@ -51,10 +48,8 @@ class TestParams:
             params(extra=extra)
 
     def test_a_misspelt_key_is_refused_with_the_nearest_name(self, params: Any) -> None:
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=r"unknown field 'q_blocksze' \(did you mean 'q_blocksize'\?\).*extra=\{"):
             params.of({"q_blocksze": 8})
-        assert "unknown field 'q_blocksze' (did you mean 'q_blocksize'?)" in str(caught.value)
-        assert "extra={...}" in str(caught.value)
 
     def test_a_foreign_dataclass_keeps_what_it_sets_and_drops_its_nones(self, params: Any) -> None:
         foreign = ForeignParams(blocksize_n=32, blocksize_m=64, q_blocksize=128)
@@ -74,15 +69,10 @@ def test_forward_and_backward_parameters_are_different_types() -> None:
 
 
 class TestRingAttentionConfig:
-    def test_equal_configurations_are_equal_and_hash_equal(self) -> None:
-        again = RingAttentionConfig.from_dict(FULL.to_dict())
-        assert again == FULL
-        assert hash(again) == hash(FULL)
+    def test_it_round_trips_through_json_and_equal_values_hash_equal(self) -> None:
+        again = RingAttentionConfig.from_json(FULL.to_json())
+        assert again == FULL and hash(again) == hash(FULL)
         assert RingAttentionConfig() == RingAttentionConfig(FwdParams(), {}, "auto", "any")
-
-    def test_it_round_trips_through_json(self) -> None:
-        assert RingAttentionConfig.from_json(FULL.to_json()) == FULL
-        assert RingAttentionConfig.from_json(RingAttentionConfig().to_json()) == RingAttentionConfig()
 
     def test_an_unknown_key_is_refused_by_name(self) -> None:
         with pytest.raises(InputError, match=r"unknown field 'fwd_parms' \(did you mean 'fwd_params'\?\)"):
@@ -101,7 +91,6 @@ class TestRingAttentionConfig:
             ({"backend": "xla"}, "xla"),
             ({"platform": "xla"}, "xla"),
             ({"platform": "pallas"}, "tpu"),
-            ({"platform": "pallas", "backend": "tpu"}, "tpu"),
             ({"platform": "triton", "backend": "gpu"}, "triton"),
         ],
     )

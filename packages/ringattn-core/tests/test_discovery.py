@@ -14,22 +14,12 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendLoadError, DuplicateBackendError, RingAttnError
 
 PLUGIN = """
-    from collections.abc import Mapping
     from ringattn_core.contract.features import Feature
     from ringattn_core.contract.backend import Backend
     class Odd:
         def __repr__(self): raise RuntimeError("no text")
-    class Lazy(Mapping):
-        def __iter__(self): raise RuntimeError("not now")
-        def __getitem__(self, key): raise RuntimeError("not now")
-        def __len__(self): return 1
     class Other(Exception):
         def __str__(self): raise RuntimeError("no text")
-    class Child(Backend):
-        @property
-        def priority(self): raise RuntimeError("not now")
-        @priority.setter
-        def priority(self, value): ...
     FIELDS = dict(
         name="bad", api=1, platforms=("cpu",), features=frozenset(Feature), kernel="bad_kernel:KERNEL",
         priority=50,
@@ -63,7 +53,6 @@ FIELDS = {
     "an API of the future": ("api=2, platforms=3", "speaks backend API 2; this ringattn-core speaks 1"),
     "one platform as text": ("platforms='cpu'", "platforms must be a tuple of names"),
     "features in a mapping": ("features={Feature.CAUSAL: True}", "must be a set or a tuple of members of Feature"),
-    "reasons that cannot be read": ("reasons=Lazy()", "RuntimeError: not now"),
     "a reason of None": ("reasons={Feature.BIAS: None}", "reasons must be a mapping from members of Feature"),
     "a kernel that is an object": ("kernel=Odd()", "RuntimeError: no text"),
     "neither kernel nor ring": ("kernel=None", "exactly one of self.kernel=None and self.ring=None"),
@@ -77,11 +66,9 @@ SOURCES = {
     "SystemExit at import": ("raise SystemExit('no GPU')", "SystemExit: no GPU"),
     "a syntax error": ("def", "SyntaxError: invalid syntax"),
     "an error without text": ("raise Other", "Other: its message cannot be read"),
-    "endless recursion": ("def f(): f()\n    f()", "RecursionError"),
     "no descriptor": ("x = 1", "AttributeError: module 'bad_plugin' has no attribute 'BACKEND'"),
     "a dict": ("BACKEND = FIELDS", "expected a ringattn_core.Backend, got dict"),
     "an object without a repr": ("BACKEND = Odd()", "expected a ringattn_core.Backend, got Odd"),
-    "a field that raises": ("BACKEND = Child(**FIELDS)", "RuntimeError: not now"),
 }
 """Source of the module of a descriptor, and what the sentence says."""
 LOADED = {
@@ -193,7 +180,6 @@ def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str
     said = str(caught.value)
     assert said.startswith("backend 'bad' of made-bad ") and sentence in said and "\n" not in said
     assert (discovery.registrations()["bad"].error is not None) == (name in DESCRIPTORS)
-    assert str(discovery.registrations()["bad"].why_broken(load=True)) == said
     reasons = {registration.name: reason for registration, reason in selection.candidates(frozenset(), "cpu")}
     assert reasons == {"bad": said, "good": None}
 

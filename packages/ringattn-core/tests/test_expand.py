@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
 from ringattn_core import from_layout, remat_policy, ring_attention, to_layout
 from ringattn_core.errors import InputError
+from rings import mesh_of
 
 B, T, N, K, H, LATENT, ROPE = 2, 48, 4, 4, 8, 6, 2
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -26,10 +27,6 @@ def mla(x: Any, params: Any) -> tuple[jax.Array, jax.Array]:
     key, value = (jnp.einsum("bsc,ckh->bskh", x["latent"], params[name]) for name in ("key", "value"))
     rope = jnp.broadcast_to(x["rope"][:, :, None], (*key.shape[:3], x["rope"].shape[-1]))
     return jnp.concatenate([key, rope], -1), value
-
-
-def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def agrees(attend: Any, layout: str = "contiguous", ranks: int = 1, **options: Any) -> None:
@@ -142,7 +139,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"expand": lambda x, p: tuple(a[:, 1:] for a in mla(x, PARAMS))}, r"expand: returned \(\(2, 47, 4, 8\), "
     ),
     "another dtype": (
-        {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))}, "key: has dtype bfloat16 but"
+        {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))},
+        "expand: gives a key that has dtype bfloat16 but query has float32. Cast"
+    ),
+    "another head size": (
+        {"expand": lambda x, p: tuple(a[..., 1:] for a in mla(x, PARAMS))},
+        r"expand: gives a key that has shape \(2, 48, 4, 7\)"
     ),
     "a value too": ({"expand": mla, "value": QUERY}, "value: is given beside expand, which computes it"),
     "parameters alone": ({"value": QUERY}, "expand_params: is given without expand. Pass expand too"),

@@ -13,6 +13,7 @@ from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.errors import BackendLoadError
 from ringattn_core.ring import plan
+from rings import mesh_of
 from traced_calls import equations
 
 CALLS: list[tuple[Any, ...]] = []
@@ -74,7 +75,7 @@ def arrays(length: int, dtype: Any = np.float32, scale: float = 1.0) -> list[jax
 
 
 def differentiated(backend: str, ranks: int, **options: Any) -> Any:
-    mesh = jax.make_mesh((ranks,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(sp=ranks)
 
     def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         out = ring_attention(q, k, v, sinks, mesh=mesh, axis_name="sp", backend=backend, **options)
@@ -102,9 +103,8 @@ def test_scores_far_above_those_that_a_query_sees_do_not_reach_gradients(layout:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_a_backward_pass_that_takes_delta_has_the_cotangent_of_the_log_sum_exp(layout: str):
-    q, k, v = arrays(32)
-    sinks = jnp.linspace(-1, 2, 4)
-    mesh = jax.make_mesh((4,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k, v = arrays(16)
+    sinks, mesh = jnp.linspace(-1, 2, 4), mesh_of(sp=2)
 
     def gradients(backend: str) -> Any:
         def loss(*operands: Any) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 import ring_process
 
 CHILD = Path(ring_process.__file__)
@@ -51,14 +50,8 @@ def log_of(process: int, tmp_path: Path) -> Path:
     return tmp_path / f"process-{process}.log"
 
 
-def seconds_until_it_ends(child: subprocess.Popen) -> float:
-    start = time.monotonic()
-    child.wait(PATIENCE)
-    return time.monotonic() - start
-
-
 def test_several_processes_compute_bitwise_what_one_does(tmp_path: Path) -> None:
-    processes = 4
+    processes = 2
     files = [str(tmp_path / f"{process}.npz") for process in range(processes)]
     with started("compute", files, tmp_path) as children:
         devices = jax.devices()[: processes * ring_process.DEVICES_EACH]
@@ -75,16 +68,15 @@ def test_several_processes_compute_bitwise_what_one_does(tmp_path: Path) -> None
         np.testing.assert_array_equal(wanted[name], wanted[name.replace("moved", "placed")], err_msg=name)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_others_within_the_timeout_of_heartbeats(victim: int, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_others_within_the_timeout_of_heartbeats(tmp_path: Path) -> None:
     with started("wait", [str(HEARTBEAT)] * 2, tmp_path) as children:
         start = time.monotonic()
         while not all("ready" in log_of(process, tmp_path).read_text() for process in range(2)):
             assert time.monotonic() - start < PATIENCE and all(child.poll() is None for child in children)
             time.sleep(0.1)
-        children[victim].kill()
-        other = 1 - victim
+        children[1].kill()
+        start = time.monotonic()
+        children[0].wait(PATIENCE)
         # Heartbeats are sent at half of the timeout, and this machine may be busy.
-        assert seconds_until_it_ends(children[other]) < 2 * HEARTBEAT + 5
-        assert children[other].returncode == -signal.SIGABRT
-        assert "another task died" in log_of(other, tmp_path).read_text()
+        assert children[0].wait(PATIENCE) == -signal.SIGABRT and time.monotonic() - start < 2 * HEARTBEAT + 5
+        assert "another task died" in log_of(0, tmp_path).read_text()

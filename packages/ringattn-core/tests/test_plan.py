@@ -11,7 +11,7 @@ from ringattn_core.call.validation import validated
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Coordinates
 from ringattn_core.placement.layout import LAYOUTS, Shards
-from ringattn_core.ring.plan import MOST_TILES, Level, Send, levels, source, visits
+from ringattn_core.ring.plan import MOST_TILES, Level, Send, levels, owner_rank, visits
 
 RULES = {
     "full": Rule(1.0),
@@ -84,8 +84,8 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
     """Contiguous shards send their end. In zigzag order both chunks do: one onward, the other back."""
     (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
     assert dict(zip(level.distances[1:], level.rows[1:], strict=True)) == rows
-    assert [step.keys for step in level.forward[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
-    back = [step.gradients for step in (*level.backward, level.own)]
+    assert [step.key_send for step in level.forward_hops[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
+    back = [step.gradient_send for step in (*level.backward_hops, level.last_hop)]
     assert back == [None, *(Send(-offset) for offset in rows)]
 
 
@@ -128,14 +128,14 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(made: tuple[int
     """Whether keys are passed on, or come straight from their owner."""
     level = Level(("sp",), 8, made, rows=((0, 4),) * len(made) if straight else None)
     own = np.arange(8)
-    keys, behind = travelled(level, own, level.first), None
-    for step in (*level.backward, level.own):
-        keys = own if step == level.own else keys
-        np.testing.assert_array_equal(keys, source([level], own, step.offset))
+    keys, behind = travelled(level, own, level.key_sends[0]), None
+    for step in (*level.backward_hops, level.last_hop):
+        keys = own if step == level.last_hop else keys
+        np.testing.assert_array_equal(keys, owner_rank([level], own, step.offset))
         if behind is not None:
-            np.testing.assert_array_equal(travelled(level, behind, step.gradients), own if straight else keys)
+            np.testing.assert_array_equal(travelled(level, behind, step.gradient_send), own if straight else keys)
         behind = keys
-        keys = keys if step.keys is None else travelled(level, own if straight else keys, step.keys)
+        keys = keys if step.key_send is None else travelled(level, own if straight else keys, step.key_send)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2), (2, 3, 2), (1, 4), (4, 1)])
@@ -143,12 +143,12 @@ def test_every_rank_sees_the_keys_of_all_ranks_once(sizes: tuple[int, ...]):
     ranks = int(np.prod(sizes))
     made = levels(Rule(1.0), Shards("contiguous", ranks), (4, 4), tuple("abc"[: len(sizes)]), sizes)
     rank = np.arange(ranks)
-    sources = np.stack([source(made, rank, offset) for offset in range(ranks)])
+    sources = np.stack([owner_rank(made, rank, offset) for offset in range(ranks)])
     assert (np.sort(sources, 0) == rank[:, None]).all() and (sources[0] == rank).all()
     for level in made:
-        for step, following in zip(level.forward, level.forward[1:], strict=False):
-            there = travelled(level, source(made, rank, step.offset), step.keys)
-            np.testing.assert_array_equal(there, source(made, rank, following.offset))
+        for step, following in zip(level.forward_hops, level.forward_hops[1:], strict=False):
+            there = travelled(level, owner_rank(made, rank, step.offset), step.key_send)
+            np.testing.assert_array_equal(there, owner_rank(made, rank, following.offset))
 
 
 def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():

@@ -7,25 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from ringattn_conformance import oracle
 from ringattn_core import MaskInfo, from_layout, masks, ring_attention, to_layout
 from ringattn_core.call import sharding
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
+from rings import agrees, close, drawn, mesh_of
 
 B, T, S, N, K, H = 2, 24, 48, 4, 2, 8
-SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H), "dout": (B, T, N, H)}
-QUERY, KEY, VALUE, DOUT = (
-    jax.random.normal(jax.random.key(number), shape) for number, shape in enumerate(SHAPES.values())
-)
+SHAPES = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
+QUERY, KEY, VALUE, DOUT = drawn(*SHAPES)
 SLOPES = jnp.linspace(0.1, 0.5, N)
 OFFSETS = np.array([9, 24])
 MANY: dict[str, Any] = {"causal": True, "sliding_window": (13, 0), "alibi_slopes": SLOPES}
-
-
-def mesh_of(ranks: int) -> Mesh:
-    return Mesh(jax.devices()[:ranks], ("sp",))
 
 
 def expected(offset: Any, **options: Any) -> oracle.Answer:
@@ -46,15 +41,7 @@ def differentiated(attend: Any, ranks: int, layout: str, offset: Any) -> Any:
         return out, pull(dout)
 
     out, (dslopes, *gradients) = run(jnp.asarray(offset), SLOPES, *moved)
-    return [from_layout(x, layout, ranks) for x in (out, *gradients)], dslopes
-
-
-def agrees(got: Any, wanted: oracle.Answer) -> None:
-    arrays, dslopes = got
-    np.testing.assert_allclose(arrays[0], wanted.out, atol=2e-5)
-    for name, x in zip(("dq", "dk", "dv", "dslopes"), (*arrays[1:], dslopes), strict=True):
-        gradient = wanted.gradients[name]
-        np.testing.assert_allclose(x, gradient, atol=5e-5 * max(1, np.abs(gradient).max()))
+    return *(from_layout(x, layout, ranks) for x in (out, *gradients)), dslopes
 
 
 @pytest.mark.parametrize(
@@ -68,49 +55,49 @@ def agrees(got: Any, wanted: oracle.Answer) -> None:
 def test_every_strategy_places_the_queries_alike_over_two_axes_with_the_batch_split(
     strategy: str, layout: str, kind: AxisType
 ) -> None:
-    mesh = jax.make_mesh((2, 2, 2), ("dp", "inner", "outer"), axis_types=(kind,) * 3)
+    mesh = mesh_of(kind, dp=2, inner=2, outer=2)
     over: dict[str, Any] = {"mesh": mesh, "axis_name": ("outer", "inner"), "strategy": strategy, "layout": layout}
 
     def attend(offset: Any, slopes: Any, *operands: Any) -> Any:
         return ring_attention(*operands, query_offset=offset, **over, **MANY | {"alibi_slopes": slopes})
 
-    agrees(differentiated(attend, 4, layout, OFFSETS), expected(OFFSETS, **MANY))
+    agrees(differentiated(attend, 4, layout, OFFSETS), expected(OFFSETS, **MANY), "dq", "dk", "dv", "dslopes")
 
 
 def test_a_two_sided_window_counts_from_the_offset() -> None:
     """Without an offset, the window would leave out hops that these queries need."""
-    got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(8), axis_name="sp", sliding_window=2)
-    np.testing.assert_allclose(got, expected(24, sliding_window=2).out, atol=2e-5)
+    got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(sp=8), axis_name="sp", sliding_window=2)
+    close(got, expected(24, sliding_window=2).out)
 
 
 def test_predicates_see_the_position_and_dropout_sees_the_index() -> None:
     even = masks.Predicate(lambda i, j: (i - j) % 2 == 0)
     got = ring_attention(QUERY, KEY, VALUE, query_offset=3, mask_builder=lambda *_: even)
     seen = (np.arange(T)[:, None] + 3 - np.arange(S)) % 2 == 0
-    np.testing.assert_allclose(got, expected(3, seen=seen).out, atol=2e-5)
+    close(got, expected(3, seen=seen).out)
     got = ring_attention(QUERY, KEY, VALUE, query_offset=3, dropout_prob=0.3, dropout_seed=5)
-    np.testing.assert_allclose(got, expected(0, dropout=0.3, seed=5).out, atol=2e-5)
+    close(got, expected(0, dropout=0.3, seed=5).out)
 
 
 def test_keys_may_have_positions_of_their_own() -> None:
     where = jnp.arange(S)[::-1]
     got = ring_attention(QUERY, KEY, VALUE, causal=True, query_offset=20, kv_positions=where)
     wanted = ring_attention(QUERY, KEY[:, ::-1], VALUE[:, ::-1], causal=True, query_offset=20)
-    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    close(got, wanted)
     square = validated(QUERY, KEY[:, :T], VALUE[:, :T], query_offset=20, kv_positions=where[:T])
     assert square.q_positions is None and not square.rule.increasing
 
 
 def test_a_vmapped_offset_is_that_of_each_example() -> None:
     offsets = jnp.array([0, 5])
-    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(2), "axis_name": "sp"}
+    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(sp=2), "axis_name": "sp"}
     got = jax.vmap(lambda offset: ring_attention(QUERY, KEY, VALUE, query_offset=offset, **over))(offsets)
     for found, offset in zip(got, offsets, strict=True):
-        np.testing.assert_allclose(found, expected(int(offset), causal=True).out, atol=2e-5)
+        close(found, expected(int(offset), causal=True).out)
 
 
 def test_another_offset_compiles_nothing() -> None:
-    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(2), "axis_name": "sp"}
+    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(sp=2), "axis_name": "sp"}
     programs = []
     for offset in (1, 2):
         ring_attention(QUERY, KEY, VALUE, query_offset=offset, **over)

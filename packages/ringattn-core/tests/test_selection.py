@@ -19,6 +19,7 @@ from ringattn_core.errors import (
     NoBackendError,
     UnsupportedFeatureError,
 )
+from rings import warnings
 
 CAUSAL, BIAS, SINKS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS}), frozenset({Feature.SINKS})
 ALL = frozenset(Feature)
@@ -71,10 +72,6 @@ def dead(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def chosen(backend: Any, required: frozenset[Feature] = CAUSAL, platform: str = "cuda") -> str:
     return selection.select(backend, required, platform).name
-
-
-def warnings(log: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.usefixtures("fast_and_safe")

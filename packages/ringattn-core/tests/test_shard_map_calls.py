@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import masks, ring_attention
 from ringattn_core.errors import InputError, MeshError
+from rings import close, mesh_of
 
 B, T, N, K, H = 2, 16, 4, 2, 8
 TOKENS = P("dp", "sp", "tp")
@@ -18,10 +18,6 @@ TOKENS = P("dp", "sp", "tp")
 def arrays() -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(key, (B, T, h, H)) for key, h in zip(keys, (N, K, K), strict=True)]
-
-
-def mesh_of(**axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
 
 
 def on_ranks(*more: Any, specs: Any = TOKENS, more_specs: Any = (), check_vma: bool = True, **options: Any) -> Any:
@@ -39,10 +35,6 @@ def on_ranks(*more: Any, specs: Any = TOKENS, more_specs: Any = (), check_vma: b
     specs = (*of_operands, *more_specs)
     call = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=TOKENS, check_vma=check_vma)
     return jax.jit(call)(*arrays(), *more)
-
-
-def close(a: Any, b: Any) -> None:
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
 
 
 NAMED = dict(axis_name="sp", batch_axis_name="dp", head_axis_name="tp")

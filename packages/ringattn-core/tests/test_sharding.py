@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_core
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, per_shard, ring_attention
 from ringattn_core.call import sharding
 from ringattn_core.errors import DerivativeError, InputError, MeshError
+from rings import close, mesh_of
 
 N, K, H = 4, 2, 8
 
@@ -24,14 +25,6 @@ def arrays(length: int = 16, batch: int = 2, kv_length: int | None = None) -> li
     keys = jax.random.split(jax.random.key(0), 3)
     lengths = (length, kv_length or length, kv_length or length)
     return [jax.random.normal(key, (batch, n, h, H)) for key, n, h in zip(keys, lengths, (N, K, K), strict=True)]
-
-
-def mesh_of(**axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
-def close(a: Any, b: Any) -> None:
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import Problem, cache
+from rings import warnings
 
 CONFIG = RingAttentionConfig(FwdParams(64, 128, extra={"deep": (1, 2)}), BwdParams(num_warps=4))
 
@@ -32,10 +33,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kept" / "tuning"
 
 
-def warnings(log: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
-
-
 def put(root: Path, text: str | bytes) -> Path:
     """Writes this text to the cache file of `problem()`."""
     path = root / f"{problem().digest}.json"
@@ -45,17 +42,12 @@ def put(root: Path, text: str | bytes) -> Path:
 
 
 class TestWhatIsKept:
-    def test_an_entry_is_read_back_equal(self) -> None:
+    def test_an_entry_is_read_back_equal_for_its_problem_only(self) -> None:
         trials = [{"part": "forward", "seconds": 1.5, "failure": None}]
         cache.write(problem(), CONFIG, trials)
         entry = cache.read(problem())
-        assert entry is not None
-        assert (entry.config, list(entry.trials)) == (CONFIG, trials)
-
-    def test_it_is_for_this_problem_only(self) -> None:
-        cache.write(problem(), CONFIG)
-        assert cache.read(problem(q_length=65)) is None
-        assert cache.read(problem(versions=(("jax", "2"),))) is None
+        assert entry is not None and (entry.config, list(entry.trials)) == (CONFIG, trials)
+        assert cache.read(problem(q_length=65)) is cache.read(problem(versions=(("jax", "2"),))) is None
 
     def test_another_process_reads_it(self) -> None:
         cache.write(problem(), CONFIG)
@@ -67,31 +59,12 @@ print(cache.read({problem()!r}).config.to_json())
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
         assert run.stdout.strip() == CONFIG.to_json(), run.stderr
 
-    def test_all_of_it_is_listed_and_cleared(self, root: Path) -> None:
-        kept = [problem(batch=batch) for batch in (1, 2, 3)]
-        for each in kept:
-            cache.write(each, CONFIG)
-        put(root, "not JSON")
-        assert len(cache.entries()) == 2
-        assert cache.clear() == 3
-        assert cache.entries() == []
-        assert cache.clear() == 0
-
-    def test_what_a_killed_write_has_left_is_cleared(self, root: Path) -> None:
-        cache.write(problem(), CONFIG)
-        (root / "half.new").write_text('{"format"')
-        assert len(cache.entries()) == 1
-        assert cache.clear() == 2
-        assert list(root.iterdir()) == []
-
 
 UNREADABLE = {
     "cut short": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
     "another kind": lambda text: "[1, 2]",
     "without a part": lambda text: text.replace('"config"', '"konfig"'),
     "a field that nobody knows": lambda text: text.replace("q_blocksize", "q_blockseize"),
-    "a size that is none": lambda text: text.replace('"q_blocksize": 64', '"q_blocksize": -64'),
     "another format": lambda text: text.replace('"format": 1', '"format": 9'),
     "another problem": lambda text: text.replace('"mine"', '"other"'),
 }
@@ -102,45 +75,28 @@ class TestAFileThatCannotBeUnderstood:
     def test_is_ignored_and_reported_once(self, broken: Callable[[str], str | bytes], root: Path, log: Any) -> None:
         path = cache.write(problem(), CONFIG)
         assert path is not None
-        whole = path.read_text()
-        put(root, broken(whole))
-        assert cache.read(problem()) is None
-        assert cache.read(problem()) is None
+        put(root, broken(path.read_text()))
+        assert cache.read(problem()) is cache.read(problem()) is None
         assert len(warnings(log)) == 1
         assert f"the tuned configuration in {path} cannot be used" in warnings(log)[0]
 
 
-def failing(number: int) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
 class TestADiskThatRefuses:
-    @pytest.mark.parametrize("step", ["mkdir", "write_text", "replace"])
-    @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+    @pytest.mark.parametrize(
+        ("step", "number"), [("mkdir", errno.EROFS), ("write_text", errno.ENOSPC), ("replace", errno.EACCES)]
+    )
     def test_a_write_that_fails_is_reported_once_and_leaves_nothing(
         self, step: str, number: int, root: Path, log: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        owner = os if step == "replace" else Path
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, step, failing(number))
-            assert cache.write(problem(), CONFIG) is None
-            assert cache.write(problem(), CONFIG) is None
-        assert len(warnings(log)) == 1
-        assert "cannot store a tuned configuration" in warnings(log)[0]
-        assert os.strerror(number) in warnings(log)[0]
-        assert list(root.glob("*")) == []
+        def fail(*_: Any, **__: Any) -> Any:
+            raise OSError(number, os.strerror(number))
 
-    def test_a_failed_write_leaves_the_entry_before_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache.write(problem(), CONFIG)
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "write_text", failing(errno.ENOSPC))
-            cache.write(problem(), RingAttentionConfig())
-        entry = cache.read(problem())
-        assert entry is not None
-        assert entry.config == CONFIG
+            patch.setattr(os if step == "replace" else Path, step, fail)
+            assert cache.write(problem(), CONFIG) is cache.write(problem(), CONFIG) is None
+        assert len(warnings(log)) == 1
+        assert "cannot store a tuned configuration" in warnings(log)[0] and os.strerror(number) in warnings(log)[0]
+        assert list(root.glob("*")) == []
 
 
 class TestWhereItIs:
@@ -170,12 +126,8 @@ class TestWhereItIs:
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
-        assert cache.read(problem()) is None
-        assert cache.write(problem(), CONFIG) is None
-        assert cache.entries() == []
-        assert cache.clear() == 0
-        assert len(warnings(log)) == 1
-        assert "Set RINGATTN_CACHE_DIR to a directory" in warnings(log)[0]
+        assert cache.read(problem()) is cache.write(problem(), CONFIG) is None
+        assert len(warnings(log)) == 1 and "Set RINGATTN_CACHE_DIR to a directory" in warnings(log)[0]
         assert list(tmp_path.iterdir()) == []
 
 
@@ -204,10 +156,7 @@ def test_processes_that_write_at_once_never_see_half_an_entry(root: Path) -> Non
         writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
-        _, said = writer.communicate(timeout=120)
-        assert writer.returncode == 0, said
-        assert said == ""
+        assert writer.communicate(timeout=120)[1] == "" and writer.returncode == 0
     entry = cache.read(problem())
-    assert entry is not None
-    assert entry.config.fwd_params.q_blocksize == 100
+    assert entry is not None and entry.config.fwd_params.q_blocksize == 100
     assert [path.name for path in root.iterdir()] == [entry.path.name]

@@ -72,9 +72,6 @@ DOES_NOT: list[dict[str, Any]] = [
 
 
 class TestWhatItHas:
-    def test_equal_calls_have_equal_problems(self) -> None:
-        assert (of(causal=True), of(causal=True).key) == (of(causal=True), of(causal=True).key)
-
     def test_each_option_that_can_change_the_time_gives_another_problem(self) -> None:
         problems = [of(), *(of(**options) for options in MATTERS.values())]
         assert len(set(problems)) == len({p.digest for p in problems}) == len(problems)

@@ -26,5 +26,5 @@ def bodies(jaxpr: Any) -> list[Any]:
 
 def forget_traced_calls() -> None:
     """`jax.clear_caches` would do as well, but then every later test compiles its small operations again."""
-    for traced in (engine._attend, cache._attend, sharding._run):
+    for traced in (engine._attend, cache.attend, sharding._run):
         traced.clear_cache()

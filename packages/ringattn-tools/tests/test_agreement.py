@@ -93,14 +93,14 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
     found = explained(name)
     text = program(REQUESTS[name], gradients=True)
     assert moved(text, "collective-permute") == messages(found)
-    hops, pairs = found.shard.hops, [(int(origin), int(target)) for origin, target in PAIR.findall(text)]
+    hops, pairs = found.work.hops, [(int(origin), int(target)) for origin, target in PAIR.findall(text)]
     sent = [message for step in (*hops.forward, *hops.backward) for message in step.messages]
     if len(hops.sizes) == 1:
         wanted = Counter(message.distance % hops.ranks for message in sent)
         assert Counter((target - origin) % hops.ranks for origin, target in pairs) == wanted
     groups = ({rank // hops.sizes[0] for rank in pair} for pair in pairs)
     assert sum(len(group) == 2 for group in groups) == sum(message.level > 0 for message in sent)
-    assert messages(found, "forward").total() == len(found.hops) - 1
+    assert messages(found, "forward").total() == len(found.keys_of) - 1
 
 
 @pytest.mark.parametrize("name", ["causal", "padded"])
@@ -161,8 +161,8 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
         got.setdefault((tokens[0].index(row) // q_length, tokens[1].index(column) // kv_length), []).append(states)
     expected = set()
     for rank in range(request.ring):
-        for number in range(len(found.hops)):
-            place = rank, int(found.shard.hops.sources[number, rank])
+        for number in range(len(found.keys_of)):
+            place = rank, int(found.work.hops.sources[number, rank])
             expected.add(place)
             for row in np.concatenate(got[place]):
                 states = found.states[rank, number]
@@ -207,3 +207,11 @@ def test_explaining_a_large_call_allocates_nothing_large() -> None:
     assert found.memory[0]["bytes"] == 3 * 8 * tokens * 128 * 256 * 2 // 16
     assert found.tile == (512, 512), "the default tile grows with the sequence"
     assert found.tiles[:, 15].all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_after_an_exchange_of_heads_the_groups_send_what_is_reckoned(layout: str) -> None:
+    request = asked(f"--causal --window 20,0 --layout {layout} --inner 2 --strategy ulysses", ring=8)
+    hops = analysis.analyse(request, "cpu", "xla").work.over_heads(2).hops
+    sent = Counter(message.bytes for step in (*hops.forward, *hops.backward) for message in step.messages)
+    assert moved(program(request, gradients=True), "collective-permute") == sent

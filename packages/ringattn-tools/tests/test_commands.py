@@ -17,6 +17,7 @@ from ringattn_core.call.options import OPTIONS
 from ringattn_core.contract.features import Feature
 from ringattn_tools.call_arguments import option_arguments
 from ringattn_tools.main import main
+from ringattn_tools.output import Title, show
 
 CALL = ["explain", "--query", "1,64,4,8", "--ring", "4"]
 
@@ -49,6 +50,12 @@ def test_list_says_of_each_backend_where_it_is_from_and_whether_it_can_run(add, 
     assert not lame["broken"] and sick["broken"] and "of_nobody" in sick["reason"]
 
 
+def test_brackets_and_colons_are_printed_as_they_are(capsys) -> None:
+    for words in ("pip install 'jax[cuda13]'", "a [bold]b[/bold] :smile: 3"):
+        show(words, Title(words), {words: ""}, [{words: "x"}])
+        assert capsys.readouterr().out.splitlines() == [*[words] * 4, "x"]
+
+
 def test_list_loads_no_kernel(add, capsys) -> None:
     add("good")
     assert said(capsys, "list")[0] == 0
@@ -67,11 +74,9 @@ def test_info_shows_the_kernel_the_probe_and_every_feature(add, capsys) -> None:
     status, out, _ = said(capsys, "info", "good")
     assert status == 0
     facts = {"door": "kernel", "implementation": "good_block:KERNEL", "available": "yes", "distribution": "made-good"}
-    for name, fact in facts.items():
-        assert line_of(out, name).split() == [name, fact]
+    assert all(line_of(out, name).split() == [name, fact] for name, fact in facts.items())
     for feature in Feature:
-        word = "not declared" if feature is Feature.DROPOUT else "supported"
-        assert word in line_of(out, feature.name) and feature.value.split()[0] in line_of(out, feature.name)
+        assert ("not declared" if feature is Feature.DROPOUT else "supported") in line_of(out, feature.name)
     assert json.loads(said(capsys, "info", "good", "--json")[1])["implementation"] == "good_block:KERNEL"
 
 
@@ -93,35 +98,26 @@ def test_an_unknown_backend_is_refused_in_one_line_that_has_the_nearest_name(add
         assert err.startswith(f"ringattn {command[0]}: no ring-attention backend 'goof' (did you mean 'good'?)")
 
 
-WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "layout": (["--layout", "spiral"], {"layout": "spiral"}),
-    "length": (["--query", "1,60,4,8", "--layout", "zigzag"], {"query": (1, 60, 4, 8), "layout": "zigzag"}),
-    "heads": (["--kv", "64,3"], {"key": (1, 64, 3, 8), "value": (1, 64, 3, 8)}),
-    "bias": (["--bias", "1,3,1,64"], {"bias": (1, 3, 1, 64)}),
-    "strategy": (["--query", "1,64,6,8", "--strategy", "ulysses"], {"query": (1, 64, 6, 8), "strategy": "ulysses"}),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, capsys) -> None:
-    arguments, options = WRONG[name]
-    given = dict(options)
-    dtype, query = given.pop("dtype", "bfloat16"), given.pop("query", (1, 64, 4, 8))
-    shapes = (query, given.pop("key", query), given.pop("value", query))
-    more = [jnp.zeros(given.pop("bias"), dtype)] if "bias" in given else []
+@pytest.mark.parametrize(
+    ("arguments", "tokens", "heads", "options"),
+    [
+        (["--layout", "spiral"], 64, (4, 4), {"layout": "spiral"}),
+        (["--query", "1,60,4,8", "--layout", "zigzag"], 60, (4, 4), {"layout": "zigzag"}),
+        (["--kv", "64,3"], 64, (4, 3), {}),
+        (["--query", "1,64,6,8", "--strategy", "ulysses"], 64, (6, 6), {"strategy": "ulysses"}),
+    ],
+)
+def test_a_call_that_the_library_refuses_is_refused_in_its_words(arguments, tokens, heads, options, capsys) -> None:
+    query, key = (jnp.zeros((1, tokens, count, 8), jnp.bfloat16) for count in heads)
     with pytest.raises(errors.RingAttnError) as refused:
-        mesh = Mesh(np.array(jax.devices()[:4]), ("ring",))
-        operands = [jnp.zeros(shape, dtype) for shape in shapes]
-        ring_attention(*operands, *([None, *more] if more else []), **given, mesh=mesh, axis_name="ring")
-    status, out, err = said(capsys, *CALL, *arguments)
-    assert (status, out, err) == (2, "", f"ringattn explain: {refused.value}\n")
+        ring_attention(query, key, key, **options, mesh=Mesh(np.array(jax.devices()[:4]), ("ring",)), axis_name="ring")
+    assert said(capsys, *CALL, *arguments) == (2, "", f"ringattn explain: {refused.value}\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
         (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
-        (["--mask-builder", "os:getcwd"], "mask_builder: called with (64, 64, 4, 0, 1) it raised TypeError: "),
         (["--mask-builder", "exits:f"], "mask_builder: called with (64, 64, 4, 0, 1) it raised SystemExit: 3"),
         (
             ["--mask-builder", "json:nothing"],
@@ -148,7 +144,6 @@ def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsy
         (["--query", "1,2"], "argument --query: got 2 numbers, it needs B,T,N,H"),
         (["--query", "1,-2,3,4"], "argument --query: got -2, it needs lengths from 0 to"),
         (["--backend", "xla,"], "argument --backend: got 'xla,', it needs NAME or NAME,NAME"),
-        (["--platform", "mars"], "argument --platform: invalid choice: 'mars'"),
         (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3', it needs W or L,R"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_backend_that_does_not_work_is_a_fault_with_its_remedy(name: str, alon
     status, out = said(capsys)
     assert status == int(alone or broken)
     assert ("works, and is the default" in out) == (not alone), "the other backend works"
-    assert next(backend.broken for backend in doctor.diagnose().backends if backend.name == "bad") == broken
+    assert next(x["broken"] for x in doctor.diagnose().backends if x["name"] == "bad") == broken
     fault = next(fault for fault in doctor.diagnose().faults if fact in fault)
     assert remedy in fault and "\n" not in fault
     line = " ".join(out[out.index("backends\n") : out.index("faults\n")].split())

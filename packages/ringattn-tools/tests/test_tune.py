@@ -15,7 +15,7 @@ from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.errors import RingAttnError
 from ringattn_core.masks import Causal, Prefix
 from ringattn_core.tuning import cache, choice
-from ringattn_tools import search
+from ringattn_tools import search, stored
 from ringattn_tools.main import parsed
 from ringattn_tools.search import Outcome, Timed
 
@@ -53,13 +53,13 @@ def ringattn(*arguments: str) -> int:
 
 
 def kept() -> list[Any]:
-    return [entry.problem for entry in cache.entries()]
+    return [entry.problem for entry in stored.entries()]
 
 
 class TestTune:
     def test_says_where_the_result_is_stored(self, capsys: Any) -> None:
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
-        (entry,) = cache.entries()
+        (entry,) = stored.entries()
         assert capsys.readouterr().out.splitlines()[-1] == f"stored in {entry.path}"
         assert entry.config == FASTEST
         assert [trial["failure"] for trial in entry.trials][:2] == [None, "ValueError: no such tile"]
@@ -119,24 +119,27 @@ class TestTune:
         assert told in str(caught.value)
         assert tuned == []
 
-    def test_tunes_the_padded_length_of_a_rank_where_the_call_is_padded(self, tuned: list[Any]) -> None:
-        ringattn("tune", "--query", "1,63,2,16", "--ring", "2", "--backend", "xla")
-        assert (tuned[0].q_length, tuned[0].kv_length) == (32, 32)
-        assert dict(tuned[0].options)["q_segment_ids"] == "int32[1, 32]"
-
 
 class TestCache:
-    def test_says_everything_as_json(self, capsys: Any) -> None:
+    def test_is_listed_as_json_and_cleared_on_request(self, capsys: Any) -> None:
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
         capsys.readouterr()
         assert ringattn("cache", "--json") == 0
         (told,) = json.loads(capsys.readouterr().out)
-        assert told["config"] == FASTEST.to_dict()
-        assert len(told["trials"]) == len(OUTCOME.trials)
-
-    def test_is_cleared_on_request(self, capsys: Any) -> None:
-        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
-        capsys.readouterr()
+        assert told["config"] == FASTEST.to_dict() and len(told["trials"]) == len(OUTCOME.trials)
         assert ringattn("cache", "--clear") == 0
         assert capsys.readouterr().out == f"removed 1 from {cache.directory()}\n"
+        assert kept() == []
+
+    def test_lists_what_can_be_read_and_clears_everything(self, capsys: Any, tmp_path: Path) -> None:
+        for length in (64, 32):
+            ringattn("tune", "--query", f"1,{length},2,16", "--backend", "xla")
+        root = tmp_path / "kept" / "tuning"
+        (root / "broken.json").write_text("not JSON")
+        (root / "of_a_killed_write.new").write_text('{"format"')
+        assert [problem["q_length"] for problem in kept()] == [64, 32]
+        capsys.readouterr()
+        for count in (4, 0):
+            assert ringattn("cache", "--clear") == 0
+            assert capsys.readouterr().out == f"removed {count} from {root}\n"
         assert kept() == []

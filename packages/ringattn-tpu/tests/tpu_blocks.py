@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import random_blocks
-from random_blocks import MASKS, scattered
+from random_blocks import MASKS
 from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Causal, Numpy, Prefix
@@ -39,19 +39,6 @@ OPTIONS: dict[str, Any] = MASKS | {
         "mask_of_head": (0, 0),
         "mask": dense_mask(2, 2, t, s),
         "causal": True,
-    },
-    "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
-    "positions": lambda t, s: {
-        "causal": True,
-        "increasing": False,
-        "q_positions": scattered(5, 2, t),
-        "kv_positions": scattered(6, 2, s),
-    },
-    "positions in chunks": lambda t, s: {
-        "chunk_size": 4,
-        "increasing": False,
-        "q_positions": scattered(5, 1, t),
-        "kv_positions": scattered(6, 2, s),
     },
 }
 """What of a block with so many queries and keys, two batch rows and two heads, is visible."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import random_blocks
 from jax.extend.core import Literal
-from random_blocks import MASKS, scattered
+from random_blocks import MASKS
 from random_blocks import random_ids as ids
 from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
@@ -70,13 +70,6 @@ OPTIONS: dict[str, Any] = MASKS | {
     "slopes": lambda t, s: {"slopes": SLOPES, "causal": True},
     "slopes of rows": lambda t, s: {"slopes": np.concatenate([SLOPES, SLOPES * 2])},
     "dropout": lambda t, s: {"dropout_prob": 0.3, "seed": SEEDS, "causal": True},
-    "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
-    "positions": lambda t, s: {
-        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
-    },
-    "positions in chunks": lambda t, s: {
-        "chunk_size": 4, "increasing": False, "q_positions": scattered(5, 1, t), "kv_positions": scattered(6, 2, s),
-    },
     "all at once": lambda t, s: {
         "causal": True, "sliding_window": (40, None), "logits_soft_cap": 3.0, "bias": bias(2, 4, t, s),
         "dropout_prob": 0.2, "seed": np.array([1, 2], np.uint32),

@@ -97,10 +97,8 @@ def _multiply(ring, OUT, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: gl.co
         right = ring.right.index(place).permute((1, 0))
         if FAULT != "read too early" and FAULT != "never waits":
             mbarrier.wait(ring.full.index(place), phase)
-        if FAULT == "no fence" or FAULT == "a fence":
+        if FAULT == "no fence":
             ring.right.index(place).store(ring.right.index(place).load(HELD))
-            if FAULT == "a fence":
-                fence_async_shared()
         out = warpgroup_mma(ring.left, right, ignored, use_acc=False, is_async=True)
         if FAULT == "given up too early":
             mbarrier.arrive(ring.empty.index(place), count=1)

@@ -5,43 +5,15 @@
 import triton
 import triton.language as tl
 
-TWO: tl.constexpr = tl.constexpr(2)
-
 
 @triton.jit
-def twice(x):
-    return x * TWO
-
-
-@triton.jit
-def product(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+def product(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr):
     m = tl.arange(0, M)[:, None]
     n = tl.arange(0, N)[None, :]
     k = tl.arange(0, K)
     a = tl.load(A + m * K + k[None, :])
     b = tl.trans(tl.load(B + tl.arange(0, N)[:, None] * K + k[None, :]))
-    if ACC:
-        c = tl.dot(a, b, tl.full([M, N], 1.0, tl.float32), input_precision=PRECISION)
-    else:
-        c = tl.dot(a, b, input_precision=PRECISION)
-    tl.store(OUT + m * N + n, c)
-
-
-@triton.jit
-def by_pairs(X, OUT, SIZE: tl.constexpr):
-    """Doubles even elements, negates odd ones."""
-    i = tl.arange(0, SIZE)
-    even, odd = tl.split(tl.reshape(tl.load(X + i), [SIZE // 2, 2]))
-    tl.store(OUT + i, tl.reshape(tl.join(twice(even), -odd), [SIZE]))
-
-
-@triton.jit
-def scaled(X, FLAG, OUT, N: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PRESENT: tl.constexpr):
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    x = tl.load(X + i, mask=i < N, other=0.0) * SCALE
-    if PRESENT:
-        x += tl.load(FLAG)
-    tl.store(OUT + i, x, mask=i < N)
+    tl.store(OUT + m * N + n, tl.dot(a, b, input_precision=PRECISION))
 
 
 @triton.jit

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend says in a sentence why it cannot run, and is no default where it is slow."""
 
-import builtins
+import sys
 import types
 
 import jax.numpy as jnp
 import pytest
-import ringattn_core
 import triton
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
@@ -21,34 +20,13 @@ def gpu(capability="9.0", kind="NVIDIA H200"):
     return types.SimpleNamespace(platform="gpu", id=0, device_kind=kind, compute_capability=capability)
 
 
-@pytest.fixture
-def hidden(monkeypatch):
-    """Makes the import of a module fail."""
-
-    def hide(name, error):
-        real = builtins.__import__
-
-        def refuse(module, *args, **options):
-            if module == name:
-                raise error
-            return real(module, *args, **options)
-
-        monkeypatch.setattr(builtins, "__import__", refuse)
-
-    return hide
-
-
 def test_a_cpu_is_told_how_to_get_a_gpu_or_the_interpreter(monkeypatch):
     monkeypatch.delenv("RINGATTN_TRITON_INTERPRET")
     reason = availability.why_unavailable()
     assert "JAX sees no GPU in this process, but cpu" in reason and "RINGATTN_TRITON_INTERPRET=1" in reason
 
 
-def test_a_cpu_that_interprets_is_enough():
-    assert availability.why_unavailable() is None
-
-
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "gfx942:sramecc+:xnack-", "gfx950"])
+@pytest.mark.parametrize("capability", ["8.0", "10.0", "gfx942:sramecc+:xnack-", "gfx950"])
 def test_a_gpu_of_a_supported_architecture_is_enough(capability):
     assert availability._why([gpu(capability)]) is None
 
@@ -59,8 +37,8 @@ def test_an_older_gpu_is_named_with_what_is_needed(capability):
     assert "is a Old GPU" in reason and "8.0 (Ampere)" in reason and "gfx942" in reason
 
 
-def test_a_missing_triton_is_named_with_its_remedy(hidden):
-    hidden("triton", ImportError("No module named 'triton'"))
+def test_a_missing_triton_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
     reason = availability._why([gpu()])
     assert "Triton is not installed" in reason and "pip install 'triton>=3.6'" in reason
 
@@ -86,5 +64,4 @@ def test_heads_beyond_256_are_refused_or_run_by_the_next_backend_in_order(size: 
 def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
     reasons = {registration.name: reason for registration, reason in candidates(frozenset(), "cpu")}
     assert "it serves cuda, rocm, gpu, not cpu" in reasons["triton"]
-    assert "triton" in {registration.name for registration, _ in candidates(frozenset(), "cpu")}
-    assert ringattn_core.backends.discovery.get("triton").why_unavailable() is None
+    assert discovery.get("triton").why_unavailable() is None

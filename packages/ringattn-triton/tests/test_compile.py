@@ -186,9 +186,14 @@ def test_two_programs_for_the_gradients_of_documents_fit_on_hopper_and_keep_prod
         assert 2 * report.shared <= SHARED[90] * 1024 and report.spilled <= most, report
 
 
-@pytest.mark.parametrize("target", (80, *ROCM))
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize(("listed", "run"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("listed", "run", "by_keys", "target"),
+    [
+        *((False, True, by_keys, 80) for by_keys in (False, True)),
+        *((True, run, by_keys, 80) for run in (False, True) for by_keys in (False, True)),
+        *((True, True, by_keys, target) for by_keys in (False, True) for target in ROCM),
+    ],
+)
 def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, target):
     for sizes in ((2, 3, 5), (3, 16384, 16300)):
 

@@ -39,7 +39,9 @@ DIMS = (64, 128)
 HALF = jnp.bfloat16
 DROPPED: dict[str, Any] = {"dropout_prob": 0.3, "seed": SEEDS}
 NOT_TAKEN = ("bias", "all at once")
-TAKEN = [option for option in OPTIONS if not option.startswith(NOT_TAKEN)]
+# A window or a chunk is two bounds for a query, and a mask of any kind is bits: one of each stands for the others.
+ALIKE = ("window to", "window wider", "chunk", "positions in chunks", "mask of the algebra", "dense mask of heads")
+TAKEN = [option for option in OPTIONS if not option.startswith(NOT_TAKEN + ALIKE)]
 CASES = [(option, 128) for option in TAKEN] + [
     (option, 64) for option in ("window", "causal segments", "masks of heads", "slopes", "negative scale")
 ]
@@ -108,7 +110,7 @@ def test_a_bias_of_any_heads_and_rows_is_added(shape: tuple[int, int], dtype: An
     check(half("causal", 128, 200, 152, bias=added, dtype=dtype), str(shape))
 
 
-@pytest.mark.parametrize("option", ["plain", "segments", "negative scale", "scale of zero", "masks of heads"])
+@pytest.mark.parametrize("option", ["plain", "segments", "scale of zero", "masks of heads"])
 def test_a_bias_goes_with_every_other_option(option: str) -> None:
     added = half_bias(2, 4, 200, 264)
     check(half(option, 128, 200, 264, bias=added), option)
@@ -363,8 +365,8 @@ def test_maxima_may_grow_by_little_or_much_from_tile_to_tile(growth: float, adde
 @pytest.mark.parametrize(
     "dims",
     [
-        *((72, 72), (80, 80), (96, 96), (120, 120), (248, 248), (256, 256)),
-        *((192, 192), (160, 160), (176, 136), (192, 128), (136, 72), (192, 256), (256, 192)),
+        *((72, 72), (96, 96), (120, 120), (256, 256)),
+        *((192, 192), (176, 136), (192, 128), (136, 72), (192, 256), (256, 192)),
     ],
     ids=str,
 )

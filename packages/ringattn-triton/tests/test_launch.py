@@ -66,10 +66,10 @@ def test_a_ring_of_launches_and_permutes_runs(check_vma, size):
 
 
 def test_an_error_in_a_kernel_reaches_the_caller_with_its_name(x):
-    constants = {"N": 110, "TILE": TILE, "SCALE": 1.0, "PRESENT": False}
-    with pytest.raises(Exception, match=r"kernel scaled: program .3, 0, 0. loads element 109 of operand 'X'"):
+    constants = {"N": 100, "TILE": TILE, "FAULT": "load past the end"}
+    with pytest.raises(Exception, match=r"kernel faulty: program .3, 0, 0. loads element 127 of operand 'X'"):
         jax.block_until_ready(
-            launch(small_kernels.scaled, [x, None], [like(x)], grid=(4,), warps=4, stages=1, **constants)
+            launch(small_kernels.faulty, [x, x], [like(x)], grid=(4,), warps=4, stages=1, **constants)
         )
 
 

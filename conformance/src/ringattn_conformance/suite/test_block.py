@@ -48,7 +48,7 @@ def _blocks(case: Case, shards: int) -> list[Block]:
     arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
     call = validated(**arrays, **options, ranks=1)
     ring, location = engine.prepared(None, call, (0, 1))
-    whole = ring_blocks.block(ring, call, location, KV(packing.pack(call.key, call.value)), 0)
+    whole = ring_blocks.block_of(ring, call, location, KV(packing.pack(call.key, call.value)), 0)
     whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]

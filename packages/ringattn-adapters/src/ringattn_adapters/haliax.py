@@ -70,7 +70,8 @@ def dot_product_attention(
     roles = roles_of(query, key, KPos, Key, QPos)
     refuse_lower_dtype(attention_dtype, query)
     options = checked(ring, RENAMED) | ({} if precision is None else {"precision": precision})
-    return attend(roles, (query, key, value), _name(Key), mask, bias, options)
+    with errors_in_terms_of(RENAMED):
+        return attend(roles, (query, key, value), _name(Key), mask, bias, options)
 
 
 def roles_of(query: Any, key: Any, KPos: Any, Key: Any, QPos: Any) -> Roles:
@@ -103,8 +104,7 @@ def attend(roles: Roles, arrays: tuple[Any, Any, Any], size: str, mask: Any, bia
     added, allowed = (
         None if x is None else roles.array(name, x, dense) for name, x in (("bias", bias), ("mask", mask))
     )
-    with errors_in_terms_of(RENAMED):
-        out = ring_attention(q, k, v, **with_masks(options, q, k, added, allowed))
+    out = ring_attention(q, k, v, **with_masks(options, q, k, added, allowed))
     order = (*roles.batch, roles.queries, *heads, *last)
     out = out.reshape([wide.sizes[name] for name in order])
     wanted = [name for axis in query.axes for name in (last if axis.name == size else (axis.name,))]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from .haliax import RENAMED, Roles, attend, refuse_lower_dtype, roles_of
 from .masks import SEGMENT_IDS
-from .options import checked, dropout_options, refuse
+from .options import checked, dropout_options, errors_in_terms_of, refuse
 
 TRANSLATED: Final = (
     "is_causal", "causal_offset", "explicit_mask", "segment_ids", "sliding_window", "bidirectional_window",
@@ -43,7 +43,7 @@ def dot_product_attention(
 ) -> Any:
     """Computes Levanter's `dot_product_attention`, with an `AttentionMask` or a named array as `mask`.
 
-    It also takes the options of `ring_attention`; Set the ring's axis and mesh with `functools.partial`. Arguments
+    It also takes the options of `ring_attention`; set the ring's axis and mesh with `functools.partial`. Arguments
     that choose one of Levanter's kernels are refused; so is a bias with a soft cap: Levanter adds the bias before the
     cap, ringattn after it.
     """
@@ -62,7 +62,8 @@ def dot_product_attention(
     if mask is not None and not hasattr(mask, "axes"):
         mask, fields = mask_options(mask, roles)
         options |= fields
-    return attend(roles, (query, key, value), getattr(Key, "name", Key), mask, bias, options)
+    with errors_in_terms_of(OF_LEVANTER):
+        return attend(roles, (query, key, value), getattr(Key, "name", Key), mask, bias, options)
 
 
 def mask_options(mask: Any, roles: Roles) -> tuple[Any, dict[str, Any]]:

@@ -191,3 +191,13 @@ class RingAttentionConfig:
         except (TypeError, ValueError) as error:
             raise InputError(cls.__name__, f"not JSON: {error}", "Pass what to_json wrote") from error
         return cls.from_dict(data)
+
+
+def backend_and_params(cfg: Any, backend: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend and the kernel parameters that a call asks for, from its arguments `cfg` and `backend`.
+
+    `backend` comes before the backend that `cfg` names.
+    """
+    config = RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
+    params = {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    return config.backend_name if backend is None else backend, params

@@ -39,13 +39,6 @@ def _or_add_xla(installed: Collection[str]) -> str:
 class RingAttnError(Exception):
     """The base class of every exception that ringattn raises."""
 
-    def one_line(self) -> str:
-        """The message and ringattn's notes on it, as one line of text."""
-        # JAX adds a note about filtered tracebacks, which begins with a line of dashes.
-        notes = (note for note in getattr(self, "__notes__", ()) if not note.startswith("---"))
-        said = [" ".join(part.split()) for part in (str(self), *notes)]
-        return " ".join([*(f"{part.rstrip('.')}." for part in said[:-1]), said[-1]])
-
 
 class InputError(RingAttnError, ValueError):
     """An argument has a value that no backend accepts."""

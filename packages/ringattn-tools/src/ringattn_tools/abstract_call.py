@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of `ring_attention` described by shapes and options, without its large arrays."""
+"""A call of `ring_attention` described by shapes and options, without its large arrays, and the call of each rank."""
 
 import argparse
 import dataclasses
@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from ringattn_core import masks
 from ringattn_core.backends.discovery import imported
+from ringattn_core.call import sharding
 from ringattn_core.call.attention import ring_attention
-from ringattn_core.call.options import ARRAYS
+from ringattn_core.call.validation import validated
+from ringattn_core.contract.call import ARRAYS, Call
 from ringattn_core.errors import InputError, in_one_line
 from ringattn_core.masks.info import MaskInfo
 from ringattn_core.placement.layout import canonical, refuse_indivisible
@@ -113,6 +116,37 @@ class AbstractCall:
         """Calls `ring_attention` on `mesh`, a result of `mesh_of`, with arrays of the shapes in `floating`."""
         options = self.options | {"axis_name": mesh.axis_names}
         return ring_attention(**floating, **self.integers, **options, mesh=mesh, backend=backend)
+
+
+def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
+    """The shapes of what `work` returns for the call of each rank, stacked along a first axis over the ranks.
+
+    Traces `work` once, and computes nothing.
+    """
+    return jax.eval_shape(functools.partial(every_rank, call, work), call.integers)
+
+
+def local_call(call: AbstractCall) -> Call:
+    """The call of one rank as the ring engine gets it, in shapes only, padding included."""
+    stacked = trace(call, lambda local: local)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+
+
+def every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:
+    """Calls `work` with the call of each rank; stacks the results. A `vmap` with the axis name replaces `shard_map`."""
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating.items()}
+    whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options, ranks=1), call.mesh)
+    arrays, split = {}, {}
+    for name, spec in sharding.specs(whole, roles).items():
+        x, axis = getattr(whole, name), spec.index(AXIS) if AXIS in spec else None
+        split[name] = axis
+        arrays[name] = x if axis is None else x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
+    rest = dataclasses.replace(whole, **dict.fromkeys(ARRAYS))
+
+    def of_rank(local: dict[str, jax.Array]) -> Any:
+        return work(dataclasses.replace(rest, **local))
+
+    return jax.vmap(of_rank, (split,), axis_name=AXIS, axis_size=call.ring)(arrays)
 
 
 def _refuse_many_tokens(arguments: argparse.Namespace, queries: int, keys: int) -> None:

@@ -2,28 +2,37 @@
 """Analyses a call without running it: its backend, hops, tiles, messages and memory, by the engine's own functions."""
 
 import dataclasses
+import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
 from ringattn_core.call.cache import bytes_to_send
-from ringattn_core.call.options import head_sizes
+from ringattn_core.call.options import head_sizes, needs
+from ringattn_core.contract.call import Call
 from ringattn_core.contract.features import Feature
-from ringattn_core.errors import BackendNotFoundError, RingAttnError
+from ringattn_core.contract.tiles import tiles
+from ringattn_core.errors import BackendNotFoundError, InputError, RingAttnError
 from ringattn_core.strategies import run
 
-from .abstract_call import AbstractCall
-from .engine import Hops
+from .abstract_call import AXIS, AbstractCall, every_rank, local_call
+from .engine import Hops, hops_of_call, own_block
 from .memory import held, planned_by_xla
-from .output import Bytes, Rows
-from .shards import Shard, shard, tile_size, tile_states
+from .output import Bytes, Rows, one_line
 from .work import Work, data_bytes
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
+_TILE: Final = 128
+_MANY_TILES, _MOST_TILES = 2**22, 2**26
+"""The default tile size grows until all ranks together have at most `_MANY_TILES` tiles. A size with more than
+`_MOST_TILES` tiles raises."""
 _LEVELS: Final = "rg"
 """The letters for a rank of an inner ring, "r", and for its group, "g"."""
 
@@ -34,18 +43,6 @@ _OF_PREFILL: Final = {
 """The options of `ring_attention` that `prefill_attention` has too, or that it always sets."""
 
 
-class Hop(NamedTuple):
-    """A hop: every rank computes with keys that have travelled `offset` ranks.
-
-    `keys_of` is the rank whose keys rank `r` computes with, such as `r - 2`. In a ring of two levels, the group of that
-    rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
-    """
-
-    number: int
-    offset: int
-    keys_of: str
-
-
 @dataclasses.dataclass(frozen=True)
 class CallAnalysis:
     """The result of `analyse`.
@@ -53,10 +50,12 @@ class CallAnalysis:
     `choice` is the backend that would run the call; without one, `refusal` gives the reason. `own_ring` means that this
     backend drives its own ring; the hops are then those of core's engine. `strategy` is the strategy that the call
     takes, and `not_possible` are those that it cannot take, with the reasons. `lengths` are the numbers of queries and
-    keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
-    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `prefill`
-    says what `prefill_attention` would send for the same queries, if they suit it. `states` are `SKIPPED`, `MASKED` or
-    `WHOLE`, `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
+    keys of one rank, padding included; `tile` is queries by keys. `keys_of` has for each hop the rank whose keys rank
+    `r` computes with, such as `r - 2`; in a ring of two levels the group of that rank comes first, for a rank `r` of
+    group `g`: `g - 1, r - 2`. `skipped` are the offsets at which no query sees any key. `gathered` is the number of
+    bytes of ids and positions that each rank receives before the first hop. `prefill` says what `prefill_attention`
+    would send for the same queries, if they suit it. `states` are `SKIPPED`, `MASKED` or `WHOLE`, `[ranks, hops, q
+    tiles, key tiles]`, of the first batch row and all heads.
     """
 
     call: AbstractCall
@@ -70,14 +69,14 @@ class CallAnalysis:
     not_possible: dict[str, str]
     lengths: tuple[int, int]
     tile: tuple[int, int]
-    hops: tuple[Hop, ...]
+    keys_of: tuple[str, ...]
     skipped: tuple[int, ...]
     sent: Rows
     gathered: int
     prefill: Rows
     memory: Rows
     compiled: dict[str, Any] | None
-    shard: Shard
+    work: Work
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -88,13 +87,6 @@ class CallAnalysis:
     def tiles(self) -> np.ndarray:
         """The number of tiles that each rank computes at each hop, `[hops, ranks]`."""
         return (self.states >= MASKED).sum((2, 3)).T
-
-    @property
-    def work(self) -> Work:
-        """The work of the call for the cost model. It counts every pair of query and key in the computed tiles."""
-        pairs = np.zeros((self.ranks, self.ranks))
-        pairs[np.arange(self.ranks), self.shard.hops.sources] = self.tiles * np.prod(self.tile)
-        return Work.of_call(self.shard.call, self.shard.hops, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -118,36 +110,77 @@ def analyse(
 
     Raises the errors that the call would raise, except where no backend can run it: `refusal` then gives the reason.
     """
-    local = shard(call)
-    heads = head_sizes(local.call)
-    chosen, refusal = _choice(backend, local.needs, platform, heads)
-    own_ring = chosen is not None and chosen.descriptor().kernel is None
-    hops, size = local.hops, tile_size(local, tile)
-    work = Work.of_call(local.call, hops, np.zeros((call.ring, call.ring)))
+    local = local_call(call)
+    needed, heads, lengths = needs(local), head_sizes(local), (local.query.shape[1], local.key.shape[1])
+    chosen, refusal = _choice(backend, needed, platform, heads)
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
-    states = tile_states(call, local, size)
+    size, hops = tile_size(lengths, call.ring, tile), hops_of_call(local, call.ring, call.inner)
+    states = tile_states(call, lengths, size)
+    # Every pair of a query and a key in a computed tile counts.
+    work = Work(local, hops, (states >= MASKED).sum((1, 3)) * math.prod(size))
     return CallAnalysis(
         call=call,
         platform=platform,
-        needs=tuple(feature.name for feature in Feature if feature in local.needs),
-        backends=[_answer(chosen, *answer) for answer in selection.candidates(local.needs, platform, heads)],
+        needs=tuple(feature.name for feature in Feature if feature in needed),
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(needed, platform, heads)],
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
-        own_ring=own_ring,
-        strategy=run.strategy_on(chosen, local.call, call.ring, call.inner),
-        not_possible=run.refusals(chosen, local.call, call.ring, call.inner),
-        lengths=local.lengths,
+        own_ring=chosen is not None and chosen.descriptor().kernel is None,
+        strategy=run.strategy_on(chosen, local, call.ring, call.inner),
+        not_possible=run.refusals(chosen, local, call.ring, call.inner),
+        lengths=lengths,
         tile=size,
-        hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),
+        keys_of=tuple(_origin(hops, offset) for offset in hops.offsets),
         skipped=tuple(offset for offset in range(call.ring) if offset not in hops.offsets),
         sent=_sent(hops),
-        gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (call.ring - 1),
+        gathered=data_bytes((local.kv_segment_ids, local.kv_positions)) * (call.ring - 1),
         prefill=_prefill(call, local),
-        memory=held(local, work),
+        memory=held(work),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
-        shard=local,
+        work=work,
         states=states[np.arange(call.ring)[:, None], :, hops.sources.T],
     )
+
+
+def tile_states(call: AbstractCall, lengths: tuple[int, int], tile: tuple[int, int]) -> np.ndarray:
+    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, q tiles, ranks of the keys, kv tiles]`.
+
+    `lengths` are as in `tile_size`. The states are those of the first batch row. A tile is `SKIPPED` only if no head
+    sees any of its pairs.
+    """
+    q_length, kv_length = (-(-length // size) * size for length, size in zip(lengths, tile, strict=True))
+
+    def of_rank(local: Call) -> jax.Array:
+        own = own_block(local).padded_to(q_length, kv_length)
+
+        def of_all_ranks(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+        visible = tiles(own.map_keys(of_all_ranks), *tile)
+        states = visible.some[0].astype(jnp.uint8) + visible.full[0].astype(jnp.uint8)
+        return states.reshape(q_length // tile[0], call.ring, kv_length // tile[1])
+
+    # Only the shapes of the large arrays are read, so XLA under `jit` never allocates them.
+    return np.asarray(jax.jit(functools.partial(every_rank, call, of_rank))(call.integers))
+
+
+def tile_size(lengths: tuple[int, int], ranks: int, asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The queries and keys of a tile: as `asked`; else 128 by 128, or more for very long sequences. At most a shard.
+
+    `lengths` are the numbers of queries and keys of a shard.
+    """
+    size = asked or (_TILE, _TILE)
+    if min(size) < 1:
+        raise InputError("--tile", f"got {size[0]},{size[1]}", "Pass positive lengths of queries and keys")
+
+    def count() -> int:
+        return math.prod(ranks * -(-length // tile) for length, tile in zip(lengths, size, strict=True))
+
+    while asked is None and min(size) < max(lengths) and count() > _MANY_TILES:
+        size = (2 * size[0], 2 * size[1])
+    if count() > _MOST_TILES:
+        raise InputError("--tile", f"{size[0]},{size[1]} makes {count()} tiles", f"At most {_MOST_TILES} can be shown")
+    return min(size[0], lengths[0]), min(size[1], lengths[1])
 
 
 def _choice(
@@ -159,7 +192,7 @@ def _choice(
     except RingAttnError as error:
         if isinstance(error, BackendNotFoundError) and error.name is not None:
             raise
-        return None, error.one_line()
+        return None, one_line(error)
 
 
 def _answer(chosen: Registration | None, registration: Registration, reason: str | None) -> dict[str, Any]:
@@ -175,7 +208,7 @@ def _answer(chosen: Registration | None, registration: Registration, reason: str
 
 
 def _origin(hops: Hops, offset: int) -> str:
-    """`Hop.keys_of` for keys that have travelled `offset`, a number with a digit for each level of the ring."""
+    """The `keys_of` of keys that have travelled `offset`: a number with a digit for each level of the ring."""
     digits = []
     for letter, size in zip(_LEVELS, hops.sizes, strict=False):
         digits.append(_rank(-(offset % size), letter))
@@ -195,14 +228,14 @@ def _sent(hops: Hops) -> Rows:
     ]
 
 
-def _prefill(call: AbstractCall, shard: Shard) -> Rows:
+def _prefill(call: AbstractCall, local: Call) -> Rows:
     """What `prefill_attention` would send for the same queries: a row if it sends keys, and a row if it sends queries.
 
     Empty on one rank, and unless the call is causal, has `query_offset`, and has only options in `_OF_PREFILL`.
     """
     if call.ring == 1 or not {"causal", "query_offset"} <= call.said.keys() <= _OF_PREFILL:
         return []
-    of_keys, of_queries = (Bytes((call.ring - 1) * count) for count in bytes_to_send(shard.call))
+    of_keys, of_queries = (Bytes((call.ring - 1) * count) for count in bytes_to_send(local))
     return [
         {"chosen": of_keys <= of_queries, "send": "keys", "sent": of_keys, "hides": "behind kernels"},
         {"chosen": of_keys > of_queries, "send": "queries", "sent": of_queries, "hides": "no"},

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from ringattn_core.call import checks
 from ringattn_core.call.options import OPTIONS
 from ringattn_core.call.validation import DTYPES
-from ringattn_core.masks.int32 import POSITION
+from ringattn_core.contract.call import ARRAYS
+from ringattn_core.integers import POSITION
 from ringattn_core.placement import arrays
 from ringattn_core.strategies import STRATEGIES
 
@@ -91,8 +92,9 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
     }
     for option in OPTIONS:
         how = kinds.get(option.check)
-        if option.array is not None and option.array.dtype is Float:
-            free = ",".join(letter for letter in arrays.letters(option.array) if letter not in _DECIDED)
+        array = ARRAYS.get(option.name)
+        if array is not None and array.dtype is Float:
+            free = ",".join(letter for letter in arrays.letters(array) if letter not in _DECIDED)
             count = free.count(",") + 1
             how = {"type": numbers(free, count), "metavar": free} if free else {"action": "store_const", "const": ()}
         if how is not None:
@@ -102,9 +104,8 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def shape_of(name: str, lengths: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
     """The shape of the array `name`: axes in `_DECIDED` have the length in `sizes`, the others take `lengths`."""
-    (array,) = (option.array for option in OPTIONS if option.name == name)
     rest = iter(lengths)
-    return tuple(sizes[letter] if letter in _DECIDED else next(rest) for letter in arrays.letters(array))
+    return tuple(sizes[letter] if letter in _DECIDED else next(rest) for letter in arrays.letters(ARRAYS[name]))
 
 
 def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import engine
 from .devices import Device
-from .memory import engine_bytes
+from .memory import call_bytes, engine_bytes
 from .work import Work
 
 
@@ -109,12 +109,11 @@ def of_strategies(work: Work, device: Device, inner: int, refusals: Mapping[str,
 
 def ring(work: Work, device: Device) -> Cost:
     """The cost of "ring": a hop's sends overlap with its kernel; sends between groups, with all hops in a group."""
-    kernels = _Kernels(work, device)
     return Cost(
         strategy="ring",
-        forward=tuple(_steps(kernels, work.hops.forward, kernels.forward)),
-        backward=tuple(_steps(kernels, work.hops.backward, kernels.backward)),
-        memory=_call_bytes(work) + engine_bytes(work),
+        forward=tuple(_steps(work, device, work.hops.forward, _forward_seconds)),
+        backward=tuple(_steps(work, device, work.hops.backward, _backward_seconds)),
+        memory=call_bytes(work) + engine_bytes(work),
     )
 
 
@@ -124,17 +123,16 @@ def all_gather(work: Work, device: Device) -> Cost:
     The backward pass gathers the keys again, and reduce-scatters `dk` and `dv`.
     """
     link, ranks = device.link(work.ranks), work.ranks
-    kernels = _Kernels(work, device)
-    keys, pairs = work.itemsize * work.keys, work.of_hops.sum(0)
+    keys, pairs = work.itemsize * work.keys, work.pairs.sum(1)
     gather = Step("gather K,V", 0.0, (ranks - 1) * keys, link.gather(keys, ranks), overlaps=False)
     scattered = link.gather(4 * work.keys, ranks)
     scatter = Step("reduce-scatter dk,dv", 0.0, (ranks - 1) * 4 * work.keys, scattered, overlaps=False)
     gathered = ranks * work.keys * (work.itemsize + 4)
     return Cost(
         strategy="all_gather",
-        forward=(gather, Step("kernel", kernels.forward(pairs, partial=False))),
-        backward=(gather, Step("kernel", kernels.backward(pairs)), scatter),
-        memory=_call_bytes(work) + gathered + 4 * work.queries + work.itemsize * work.outputs + 8 * work.rows,
+        forward=(gather, Step("kernel", _forward_seconds(work, device, pairs, partial=False))),
+        backward=(gather, Step("kernel", _backward_seconds(work, device, pairs)), scatter),
+        memory=call_bytes(work) + gathered + 4 * work.queries + work.itemsize * work.outputs + 8 * work.rows,
     )
 
 
@@ -147,7 +145,7 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
     to_heads = work.itemsize * (work.queries + outer.keys)
     back = work.itemsize * work.outputs
     # Gradients of key heads that ranks share travel in float32.
-    of_keys = 4 if math.lcm(work.kv_heads, inner) > work.kv_heads else work.itemsize
+    of_keys = 4 if work.call.key.shape[2] % inner else work.itemsize
     gradients = work.itemsize * work.queries + of_keys * outer.keys
     # Neighbours of the outer ring are in different groups.
     across = ring(outer, dataclasses.replace(device, near=device.link(work.ranks), far=device.link(work.ranks)))
@@ -160,43 +158,37 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
         inner=inner,
         forward=(exchange("q,k,v to heads", to_heads), *across.forward, exchange("out back", back)),
         backward=(exchange("dout to heads", back), *across.backward, exchange("dq,dk,dv back", gradients)),
-        memory=_call_bytes(work) + to_heads + back + engine_bytes(outer),
+        memory=call_bytes(work) + to_heads + back + engine_bytes(outer),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kernels:
-    """Computes the seconds of a kernel and of the elementwise programs that belong to it, on the busiest rank."""
+def _forward_seconds(work: Work, device: Device, pairs: np.ndarray, partial: bool = True) -> float:
+    """The seconds of a forward kernel on `pairs[rank]` pairs of each rank. If `partial`, it continues a float32 out."""
+    moved = 8 * work.outputs if partial and work.ranks > 1 else 0
+    return _kernel_seconds(pairs, work.operations[0], device.rates[0], moved, device)
 
-    work: Work
-    device: Device
 
-    def forward(self, pairs: np.ndarray, partial: bool = True) -> float:
-        """The seconds of a forward kernel on `pairs[rank]` pairs. If `partial`, it reads and writes float32 out."""
-        moved = 8 * self.work.outputs * (partial and self.work.ranks > 1)
-        return self._seconds(0, pairs, moved)
+def _backward_seconds(work: Work, device: Device, pairs: np.ndarray) -> float:
+    """The seconds of a backward kernel on `pairs[rank]` pairs, with float32 dq in and out, and of adding dk, dv."""
+    moved = 8 * work.queries + 12 * work.keys if work.ranks > 1 else 0
+    return _kernel_seconds(pairs, work.operations[1], device.rates[1], moved, device)
 
-    def backward(self, pairs: np.ndarray) -> float:
-        """The seconds of a backward kernel on `pairs[rank]` pairs, with float32 dq in and out, and of adding dk, dv."""
-        moved = 8 * self.work.queries + 12 * self.work.keys if self.work.ranks > 1 else 0
-        return self._seconds(1, pairs, moved)
 
-    def _seconds(self, phase: int, pairs: np.ndarray, moved: int) -> float:
-        computed = float(pairs.max()) * self.work.operations[phase] / self.device.rates[phase]
-        return self.device.launch + computed + moved / self.device.copy
+def _kernel_seconds(pairs: np.ndarray, operations: int, rate: float, moved: int, device: Device) -> float:
+    """The seconds of a kernel, and of the elementwise programs that move bytes beside it, on the busiest rank."""
+    return device.launch + float(pairs.max()) * operations / rate + moved / device.copy
 
 
 def _steps(
-    kernels: _Kernels, steps: Sequence[engine.Step], seconds_of: Callable[[np.ndarray], float]
+    work: Work, device: Device, steps: Sequence[engine.Step], seconds_of: Callable[..., float]
 ) -> Iterator[Step]:
     """Turns the engine's `steps` of one pass into steps with times and bytes.
 
-    `seconds_of(pairs)` is the time of a kernel on `pairs[rank]` (query, key) pairs of each rank. A message between
-    groups becomes a step of its own, without a kernel.
+    `seconds_of(work, device, pairs)` is the time of a kernel on `pairs[rank]` (query, key) pairs of each rank. A
+    message between groups becomes a step of its own, without a kernel.
     """
-    work, device = kernels.work, kernels.device
     pairs = dict(zip(work.hops.offsets, work.of_hops, strict=True))
-    computes = [seconds_of(pairs[step.offset]) if step.computed else 0.0 for step in steps]
+    computes = [seconds_of(work, device, pairs[step.offset]) if step.computed else 0.0 for step in steps]
     reach = [math.prod(work.hops.sizes[: level + 1]) for level in range(len(work.hops.sizes))]
     for number, step in enumerate(steps):
         for message in step.messages:
@@ -213,8 +205,3 @@ def _name(work: Work, step: engine.Step) -> str:
     if not step.computed:
         return "first keys"
     return "kernel" if work.ranks == 1 else f"hop {work.hops.offsets.index(step.offset)}"
-
-
-def _call_bytes(work: Work) -> int:
-    """The bytes of the inputs and of the output of one rank."""
-    return work.itemsize * (work.queries + work.keys + work.outputs) + work.others

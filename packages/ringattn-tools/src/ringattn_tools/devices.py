@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from ringattn_core.tuning import cache
 from ringattn_core.tuning.choice import policy
 from ringattn_core.tuning.problem import machine
 
+from . import stored
 from .work import operations
 
 Rates = tuple[float, float]
@@ -74,26 +74,19 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The constants of a kind of device, as benchmarks measured them. `kind` is a pattern of JAX's `device_kind`.
+    """The constants of a kind of device, as benchmarks measured them.
 
     `rates` are those of float16 and bfloat16, by head size; `float32` serves all head sizes. The other fields are as in
     `Device`; `link` connects up to `host` ranks.
     """
 
     platform: str
-    kind: str
     rates: Mapping[int, Rates]
     float32: Rates
     launch: float
     copy: float
     link: Link
     host: int
-
-    def rate(self, itemsize: int, head_dim: int) -> Rates:
-        """The rates for a dtype of `itemsize` bytes and this head size, or the next in `rates`, or the largest."""
-        sizes = sorted(self.rates)
-        half = self.rates[next((size for size in sizes if size >= head_dim), sizes[-1])]
-        return self.float32 if itemsize == 4 else half
 
 
 NVLINK: Final = Link("nvlink", bandwidth=350e9, latency=200e-6)
@@ -102,7 +95,6 @@ NVLINK: Final = Link("nvlink", bandwidth=350e9, latency=200e-6)
 MEASURED: Final = {
     "h200": Measured(
         platform="cuda",
-        kind="h200",
         rates={64: (436e12, 456e12), 96: (516e12, 405e12), 128: (580e12, 528e12), 256: (630e12, 330e12)},
         float32=(39e12, 30e12),
         launch=8e-6,
@@ -111,6 +103,7 @@ MEASURED: Final = {
         host=8,
     )
 }
+"""By name. JAX's `device_kind` of such a device has the name in it."""
 
 
 def rates_of(
@@ -119,14 +112,18 @@ def rates_of(
     """The rates of kernels for a dtype of `itemsize` bytes and this head size, with a phrase that says their source.
 
     `name` is the name of a device. `here` is JAX's `device_kind` if this machine has such a device, else `None`. Rates
-    that tuning measured on this machine go before those in `MEASURED`. Returns `None` if there are neither.
+    that tuning measured on this machine go before those in `MEASURED`, of the next larger head size there, or of the
+    largest. Returns `None` if there are neither.
     """
-    tuned = None if here is None else tuned_rates(here, backend, itemsize, head_dim)
-    if tuned is not None:
-        return tuned, "Kernel rates that tuning measured on this machine"
-    if name in MEASURED:
-        return MEASURED[name].rate(itemsize, head_dim), f"Kernel rates measured on {name}"
-    return None
+    if here is not None and backend is not None and policy() != "off":
+        tuned = _tuned(machine(here), backend).get((itemsize, head_dim))
+        if tuned is not None:
+            return tuned, "Kernel rates that tuning measured on this machine"
+    if name not in MEASURED:
+        return None
+    measured = MEASURED[name]
+    size = min((size for size in measured.rates if size >= head_dim), default=max(measured.rates))
+    return measured.float32 if itemsize == 4 else measured.rates[size], f"Kernel rates measured on {name}"
 
 
 def parsed_rate(text: str) -> Rates:
@@ -157,7 +154,7 @@ def _parsed_link(text: str) -> Link:
 
 def measured_name(kind: str) -> str | None:
     """The key in `MEASURED` of the device with JAX's `device_kind` `kind`; `None` if benchmarks did not measure it."""
-    return next((name for name, device in MEASURED.items() if re.search(device.kind, kind.lower())), None)
+    return next((name for name in MEASURED if name in kind.lower()), None)
 
 
 _COUNTABLE: Final = {
@@ -168,21 +165,14 @@ _COUNTABLE: Final = {
 of keys, or add work to the kernels."""
 
 
-def tuned_rates(kind: str, backend: str | None, itemsize: int, head_dim: int) -> Rates | None:
-    """The highest rates that tuning has stored for `backend` on one device of this `kind`; `None` if there are none.
+@functools.cache
+def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
+    """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size.
 
     A process reads the tuning cache once, so results that it stores itself count only in later processes.
     """
-    if backend is None or policy() == "off":
-        return None
-    return _tuned(machine(kind), backend).get((itemsize, head_dim))
-
-
-@functools.cache
-def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
-    """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size."""
     best: dict[tuple[int, int], Rates] = {}
-    for entry in cache.entries():
+    for entry in stored.entries():
         told = entry.problem
         here = (told.get("device"), told.get("backend"), told.get("ranks", 1)) == (device, backend, 1)
         rates = _of_entry(entry) if here and set(told) <= _COUNTABLE else None

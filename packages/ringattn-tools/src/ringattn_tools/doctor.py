@@ -17,41 +17,18 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
 from ringattn_core.placement.platforms import platform_of
 
-from .output import Title, show
+from .output import Title, one_line, show
 
 _LIBRARIES: Final = ("ringattn-core", "ringattn-tools", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton")
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-@dataclasses.dataclass(frozen=True)
-class BackendStatus:
-    """What a registered backend declares, and whether it can run here, as plain data.
+Status = dict[str, Any]
+"""What a registered backend declares, and whether it can run here, as plain data, by the names that JSON shows.
 
-    `door` is "kernel" for a `BlockKernel`, "ring" for a `RingKernel`, and `implementation` its import path. `reason`
-    says why the backend cannot run in this process, or is `None`. A `broken` backend runs nowhere until it is repaired.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    platforms: tuple[str, ...]
-    priority: int | None
-    api: int | None
-    door: str | None
-    implementation: str | None
-    probe: str | None
-    largest_head: int | None
-    head_multiple: int | None
-    reason: str | None
-    broken: bool
-    features: dict[str, str]
-
-    @property
-    def supported(self) -> int:
-        return sum(word == "supported" for word in self.features.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "available": self.reason is None}
+`door` is "kernel" for a `BlockKernel`, "ring" for a `RingKernel`, and `implementation` its import path. `reason` says
+why the backend cannot run in this process, or is `None`. A `broken` backend runs nowhere until it is repaired.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,47 +43,38 @@ class Diagnosis:
     environment: dict[str, str]
     platform: str | None
     devices: tuple[str, ...]
-    backends: tuple[BackendStatus, ...]
+    backends: tuple[Status, ...]
     working: tuple[str, ...]
     default: str | None
     faults: tuple[str, ...]
 
     @property
     def healthy(self) -> bool:
-        return bool(self.working) and not any(backend.broken for backend in self.backends)
-
-    def to_dict(self) -> dict[str, Any]:
-        found = dataclasses.asdict(self) | {"healthy": self.healthy}
-        return found | {"backends": [backend.to_dict() for backend in self.backends]}
+        return bool(self.working) and not any(backend["broken"] for backend in self.backends)
 
 
-def backends() -> tuple[BackendStatus, ...]:
-    """The status of every registered backend. Runs their probes, but imports no kernel."""
-    return tuple(backend_of(registration) for registration in discovery.registrations().values())
-
-
-def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
+def status_of(registration: Registration, load: bool = False) -> Status:
     """The status of one backend. With `load`, its kernel is imported too, and a failure becomes the `reason`."""
-    descriptor, broken = registration.backend, registration.why_broken(load)
-    features: dict[str, str] = {}
-    if descriptor is not None:
-        features = {feature.name: descriptor.answer(feature) for feature in Feature}
-    return BackendStatus(
-        name=registration.name,
-        distribution=registration.distribution,
-        version=registration.version,
-        platforms=descriptor.platforms if descriptor else (),
-        priority=descriptor.priority if descriptor else None,
-        api=descriptor.api if descriptor else None,
-        door=None if descriptor is None else "kernel" if descriptor.kernel else "ring",
-        implementation=(descriptor.kernel or descriptor.ring) if descriptor else None,
-        probe=descriptor.probe if descriptor else None,
-        largest_head=descriptor.largest_head if descriptor else None,
-        head_multiple=descriptor.head_multiple if descriptor else None,
-        reason=registration.why_unavailable() if broken is None else str(broken),
-        broken=broken is not None,
-        features=features,
-    )
+    descriptor, broken = registration.backend, False
+    try:
+        reason = registration.why_unavailable()
+        if load and reason is None:
+            registration.implementation()
+    except RingAttnError as error:
+        reason, broken = str(error), True
+    kernel, ring = (getattr(descriptor, door, None) for door in ("kernel", "ring"))
+    return {
+        **{name: getattr(registration, name) for name in ("name", "distribution", "version")},
+        "platforms": getattr(descriptor, "platforms", ()),
+        **{name: getattr(descriptor, name, None) for name in ("priority", "api")},
+        "door": "kernel" if kernel else "ring" if ring else None,
+        "implementation": kernel or ring,
+        **{name: getattr(descriptor, name, None) for name in ("probe", "largest_head", "head_multiple")},
+        "reason": reason,
+        "broken": broken,
+        "features": {} if descriptor is None else {feature.name: descriptor.answer(feature) for feature in Feature},
+        "available": reason is None,
+    }
 
 
 def diagnose() -> Diagnosis:
@@ -114,22 +82,25 @@ def diagnose() -> Diagnosis:
     faults, devices, where = _devices()
     faults += [f"{sentence}. Correct its name, or unset it" for sentence in selection.unknown_variables()]
     found, working, default = [], [], None
+
+    def selected(name: str | None, platform: str) -> str | None:
+        """The name of the backend that a call with `backend=name` gets; an error becomes a fault."""
+        try:
+            return selection.select(name, frozenset(), platform).name
+        except RingAttnError as error:
+            faults.append(one_line(error))
+            return None
+
     for name, registration in discovery.registrations().items():
         served = where is not None and selection.serves(registration.backend, where)
-        status = backend_of(registration, load=served)
+        status = status_of(registration, load=served)
         found.append(status)
         if where is not None and served:
-            try:
-                working.append(selection.select(name, frozenset(), where).name)
-            except RingAttnError as error:
-                faults.append(error.one_line())
-        elif status.broken and status.reason:
-            faults.append(status.reason)
+            working += [name] if selected(name, where) else []
+        elif status["broken"]:
+            faults.append(status["reason"])
     if where is not None:
-        try:
-            default = selection.select(None, frozenset(), where).name
-        except RingAttnError as error:
-            faults.append(error.one_line())
+        default = selected(None, where)
     return Diagnosis(
         versions=_versions(),
         environment=_environment(),
@@ -203,24 +174,24 @@ def run_list(arguments: argparse.Namespace) -> int:
     """Lists every registered backend: its name, distribution and version, the platforms that it serves, its priority,
     how many features it supports, and whether it can run here. Loads no kernel.
     """
-    found = backends()
+    found = [status_of(registration) for registration in discovery.registrations().values()]
     if arguments.json:
-        print(json.dumps([backend.to_dict() for backend in found], indent=2))
+        print(json.dumps(found, indent=2))
         return 0
     if not found:
         raise BackendNotFoundError(None, ())
     rows = [
         {
-            "name": backend.name,
-            "distribution": f"{backend.distribution} {backend.version}",
-            "platforms": backend.platforms,
-            "priority": backend.priority,
-            "features": f"{backend.supported} of {len(Feature)}",
-            "here": "available" if backend.reason is None else "broken" if backend.broken else "no",
+            "name": backend["name"],
+            "distribution": f"{backend['distribution']} {backend['version']}",
+            "platforms": backend["platforms"],
+            "priority": backend["priority"],
+            "features": f"{sum(word == 'supported' for word in backend['features'].values())} of {len(Feature)}",
+            "here": "available" if backend["available"] else "broken" if backend["broken"] else "no",
         }
         for backend in found
     ]
-    reasons = {f"{backend.name}:": backend.reason for backend in found if backend.reason is not None}
+    reasons = {f"{backend['name']}:": backend["reason"] for backend in found if not backend["available"]}
     show(rows, *(["", reasons] if reasons else []))
     return 0
 
@@ -232,16 +203,15 @@ def run_info(arguments: argparse.Namespace) -> int:
     registered = discovery.registrations()
     if arguments.name not in registered:
         raise BackendNotFoundError(arguments.name, tuple(registered))
-    backend = backend_of(registered[arguments.name], load=True)
+    backend = status_of(registered[arguments.name], load=True)
     if arguments.json:
-        print(json.dumps(backend.to_dict(), indent=2))
-        return int(backend.reason is not None)
-    shown = backend.to_dict()
-    show({name: fact for name, fact in shown.items() if name != "features"})
-    if backend.features:
-        support = backend.features.items()
+        print(json.dumps(backend, indent=2))
+        return int(not backend["available"])
+    show({name: fact for name, fact in backend.items() if name != "features"})
+    if backend["features"]:
+        support = backend["features"].items()
         show("", [{"feature": name, "support": word, "what it is": Feature[name].value} for name, word in support])
-    return int(backend.reason is not None)
+    return int(not backend["available"])
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -250,13 +220,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """
     found = diagnose()
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(dataclasses.asdict(found) | {"healthy": found.healthy}, indent=2))
         return int(not found.healthy)
     idle = "has no device to run on" if found.platform is None else f"is not for {found.platform}"
-    states = {}
-    for backend in found.backends:
-        works = "works, and is the default" if backend.name == found.default else "works"
-        states[backend.name] = works if backend.name in found.working else backend.reason or idle
+    states = {backend["name"]: backend["reason"] or idle for backend in found.backends}
+    for name in found.working:
+        states[name] = "works, and is the default" if name == found.default else "works"
     sections = {
         "versions": found.versions,
         "devices": {found.platform or "none": ", ".join(found.devices)},

@@ -8,14 +8,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from ringattn_core.contract import packing
 from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
-from ringattn_core.ring.blocks import block
-from ringattn_core.ring.plan import Level, Send, source
+from ringattn_core.ring.blocks import block_of
+from ringattn_core.ring.plan import Level, Send, owner_rank
 from ringattn_core.ring.sends import KV
 from ringattn_core.ring.whole_keys import with_all_ids
 
@@ -64,86 +63,64 @@ class Hops:
         return self.sources.shape[1]
 
 
-def hops_of_call(call: Call, ranks: int, inner: int) -> Hops:
-    """The hops of `call`, a call of one rank, on a ring of `ranks` ranks, `inner` of them along its last mesh axis."""
-    sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
-    ring, _ = engine.prepared(None, call, (0, *sizes))
-    shard = _Shard(call.key.shape[1], call.key.size + call.value.size, call.query.dtype.itemsize)
-    return _hops(ring.levels, ranks, shard)
+def hops_of_call(call: Call, ranks: int, inner: int, stripe: int = 1) -> Hops:
+    """The hops of `call`, a call of one rank, on a ring of `ranks` ranks, `inner` of them along its last mesh axis.
 
-
-def hops_of_ring(ranks: int, offsets: tuple[int, ...], keys: int, itemsize: int) -> Hops:
-    """The hops of a ring over one mesh axis that passes whole shards on, and whose keys travel these `offsets`.
-
-    A shard has `keys` elements of keys and values together, each of `itemsize` bytes.
+    Of the arrays only shapes and dtypes are read. `stripe` is as in core's `engine.run`.
     """
-    levels = (Level((), ranks, offsets),) if len(offsets) > 1 else ()
-    return _hops(levels, ranks, _Shard(1, keys, itemsize))
-
-
-class _Shard(NamedTuple):
-    """A shard of keys and values: its number of `rows` (tokens), and its `elements`, each of `itemsize` bytes."""
-
-    rows: int
-    elements: int
-    itemsize: int
-
-    def bytes(self, rows: tuple[int, int] | None, gradients: bool) -> int:
-        """The bytes of `rows` (first, end; `None` is all) of keys and values, or of their `gradients` in float32."""
-        first, end = rows or (0, self.rows)
-        return self.elements * (end - first) // self.rows * (4 if gradients else self.itemsize)
-
-
-def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
-    """How many ranks keys have travelled, counted along the whole ring, at each hop of the forward pass."""
-    if not levels:
-        return (0,)
-    *inside, level = levels
-    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
-
-
-def _hops(levels: Sequence[Level], ranks: int, shard: _Shard) -> Hops:
-    travelled = offsets(levels)
+    sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
+    ring, _ = engine.prepared(None, call, (0, *sizes), stripe=stripe)
+    forward = _forward(ring.levels, call, 0)
+    offsets = tuple(step.offset for step in forward)
     return Hops(
-        sizes=tuple(level.ranks for level in levels) or (ranks,),
-        offsets=travelled,
-        sources=np.stack([source(levels, np.arange(ranks), offset) for offset in travelled]),
-        forward=_forward(levels, shard, 0),
-        backward=_backward(levels, shard, 0),
+        sizes=tuple(level.ranks for level in ring.levels) or (ranks,),
+        offsets=offsets,
+        sources=np.stack([owner_rank(ring.levels, np.arange(ranks), offset) for offset in offsets]),
+        forward=forward,
+        backward=_backward(ring.levels, call, 0),
     )
 
 
-def _forward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
+def _forward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[Step, ...]:
     """The steps of the forward pass: a loop over the last of `levels`, with the loops over the levels before it inside.
 
-    Keys have already travelled `base` ranks in the loops outside.
+    Keys have already travelled `outer_offset` ranks in the loops outside.
     """
     if not levels:
-        return (Step(base, True, ()),)
+        return (Step(outer_offset, True, ()),)
     *inside, level = levels
     steps: list[Step] = []
-    for step in level.forward:
-        steps += _sending(_forward(inside, shard, base + step.offset), _keys(len(inside), step.keys, shard))
+    for hop in level.forward_hops:
+        steps += _sending(_forward(inside, call, outer_offset + hop.offset), _keys(len(inside), hop.key_send, call))
     return tuple(steps)
 
 
-def _backward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
+def _backward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[Step, ...]:
     """The steps of the backward pass, nested as in `_forward`. Each loop begins with a step that only sends."""
     if not levels:
-        return (Step(base, True, ()),)
+        return (Step(outer_offset, True, ()),)
     *inside, level = levels
-    number, steps = len(inside), [Step(base, False, tuple(_keys(len(inside), level.first, shard)))]
+    number, steps = len(inside), [Step(outer_offset, False, tuple(_keys(len(inside), level.key_sends[0], call)))]
     rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.distances) - 1)))
-    for step, rows in zip((*level.backward, level.own), rows_before, strict=True):
-        messages = _keys(number, step.keys, shard)
-        if step.gradients is not None:
-            messages.append(Message("dk,dv", number, step.gradients.shift, shard.bytes(rows, True)))
-        steps += _sending(_backward(inside, shard, base + step.offset), messages)
+    for hop, rows in zip((*level.backward_hops, level.last_hop), rows_before, strict=True):
+        messages = _keys(number, hop.key_send, call)
+        if hop.gradient_send is not None:
+            count = _elements(call, rows) * 4  # gradients are float32
+            messages.append(Message("dk,dv", number, hop.gradient_send.shift, count))
+        steps += _sending(_backward(inside, call, outer_offset + hop.offset), messages)
     return tuple(steps)
 
 
-def _keys(level: int, send: Send | None, shard: _Shard) -> list[Message]:
-    return [] if send is None else [Message("K,V", level, send.shift, shard.bytes(send.rows, False))]
+def _keys(level: int, send: Send | None, call: Call) -> list[Message]:
+    if send is None:
+        return []
+    return [Message("K,V", level, send.shift, _elements(call, send.rows) * call.query.dtype.itemsize)]
+
+
+def _elements(call: Call, rows: tuple[int, int] | None) -> int:
+    """The number of elements of keys and values in these rows of a shard (first, end); `None` is all rows."""
+    first, end = rows or (0, call.key.shape[1])
+    return (call.key.size + call.value.size) // call.key.shape[1] * (end - first)
 
 
 def _sending(steps: tuple[Step, ...], messages: list[Message]) -> list[Step]:
@@ -157,7 +134,7 @@ def own_block(call: Call) -> Block:
     """The block of this rank's queries and its own keys. The axis of the call must be bound, as in a `vmap`."""
     ring, location = engine.prepared(None, call)
     whole = with_all_ids(ring, call, location)
-    return block(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
+    return block_of(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
 
 
 def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
@@ -167,11 +144,12 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
     values in `call`, because those of other ranks are not here.
     """
     ring, location = engine.prepared(kernel, call, (ranks - 1, ranks))
-    pair, found = (call.key, call.value), []
-    for hop, offset in enumerate(offsets(ring.levels)[:most]):
-        rows = ring.levels[0].rows if ring.levels else None
+    rows = ring.levels[0].rows if ring.levels else None
+    found = []
+    for hop, step in enumerate(_forward(ring.levels, call, 0)[:most]):
         first, end = rows[hop] if rows else (0, call.key.shape[1])
-        k, v = (jax.lax.slice_in_dim(x, first, end, axis=1) for x in pair)
-        travelled = ring.passes_on or hop > 0
-        found.append(block(ring, call, location, KV(packing.pack(k, v) if travelled else (k, v), first), offset))
-    return tuple(dataclasses.replace(each, final=not ring.levels) for each in found)
+        k, v = call.key[:, first:end], call.value[:, first:end]
+        kv = packing.pack(k, v) if ring.passes_on or hop > 0 else (k, v)
+        made = block_of(ring, call, location, KV(kv, first), step.offset)
+        found.append(dataclasses.replace(made, final=not ring.levels))
+    return tuple(found)

@@ -3,7 +3,6 @@
 
 import argparse
 import json
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from ringattn_core.errors import InputError
@@ -68,10 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"layers": rows, "layout": best}, indent=2))
     else:
-        show(
-            Title(f"{' and '.join(f'{k.times} * {k.name}' for k in arguments.layers)}: one layout for all layers"), rows
-        )
-        show(*_told(layers[best]))
+        title = " and ".join(f"{kind.times} * {kind.name}" for kind in arguments.layers)
+        show(Title(f"{title}: one layout for all layers"), rows, _told(layers[best]))
     return 0
 
 
@@ -80,9 +77,7 @@ def _layer(arguments: argparse.Namespace, layout: str, kind: Kind) -> Layer:
     given = argparse.Namespace(**{**vars(arguments), **kind.options, "layout": layout})
     found = analyse(AbstractCall.of(given), plans.platform_of(given), given.backend, given.tile)
     reckoned = plans.reckoning(found, given)
-    plan = None
-    if not isinstance(reckoned, str):
-        plan = min((plan for plan in reckoned.plans if plan.refusal is None), key=lambda plan: plan.seconds)
+    plan = None if isinstance(reckoned, str) else reckoned.fastest
     of_ring = sum(row["times"] * row["bytes"] for row in found.sent)
     return Layer(layout, kind, plan, found.tiles_of_slowest, of_ring if plan is None else plan.sent)
 
@@ -112,13 +107,12 @@ def _rows(layers: list[Layer], best: bool) -> Rows:
     return [*each, row("sum", None, layers)]
 
 
-def _told(layers: list[Layer]) -> Iterator[str]:
-    layout = layers[0].layout
-    if layers[0].plan is None:
-        yield (
-            f"By the tiles of the busiest ranks of a ring, {layout!r} is the cheapest. With --rate and --link, or on "
-            f"devices that were measured, the table compares times, of all strategies."
-        )
-    else:
-        each = ", ".join(f"{x.plan.name} for {x.kind.name}" for x in layers if x.plan)
-        yield f"Reckoned, not measured: the model is fastest in {layout!r} order, with {each}."
+def _told(layers: list[Layer]) -> str:
+    """Says why this layout is the best for the layers, and with which strategies."""
+    layout, strategies = layers[0].layout, ", ".join(f"{x.plan.name} for {x.kind.name}" for x in layers if x.plan)
+    if strategies:
+        return f"Reckoned, not measured: the model is fastest in {layout!r} order, with {strategies}."
+    return (
+        f"By the tiles of the busiest ranks of a ring, {layout!r} is the cheapest. With --rate and --link, or on "
+        f"devices that were measured, the table compares times, of all strategies."
+    )

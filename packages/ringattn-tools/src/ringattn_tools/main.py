@@ -44,13 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parsed(sys.argv[1:] if arguments is None else arguments)
     from ringattn_core.errors import RingAttnError  # imports JAX: help and misspelled commands must not wait for it
 
+    from .output import one_line
+
     # Commands print what the library would log, so the log stays silent unless the user has set it up.
     logging.getLogger("ringattn").addHandler(logging.NullHandler())
     try:
         status = given.run(given)
         sys.stdout.flush()
     except RingAttnError as error:
-        print(f"ringattn {given.command}: {error.one_line()}", file=sys.stderr)
+        print(f"ringattn {given.command}: {one_line(error)}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:
         # Python flushes the rest of its buffer at exit, which would raise again: discard it.

@@ -7,33 +7,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.contract.features import Feature
 from ringattn_core.errors import InputError
 
 from .abstract_call import AbstractCall
 from .output import Bytes, Rows
-from .shards import Shard
 from .work import Work, data_bytes
 
 TOGETHER = "together: the engine at its busiest hop"
 
 
-def held(shard: Shard, work: Work) -> Rows:
+def held(work: Work) -> Rows:
     """A table of the arrays that one device holds for a call, each counted once, with their bytes.
 
     It leaves out the workspace of the kernel, and copies and reuse of memory by XLA.
     """
-    call, with_lse = shard.call, Feature.RETURN_LSE in shard.needs
-    inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
-    ids = data_bytes((call.q_segment_ids, call.q_positions))
-    ids += work.ranks * data_bytes((call.kv_segment_ids, call.kv_positions))
-    of_call = {
-        "inputs": data_bytes(inputs),
-        "ids and positions, the keys' of all ranks": ids,
-        "output and lse" if with_lse else "output": work.itemsize * work.outputs + 4 * work.rows * with_lse,
-    }
-    arrays = {"call": of_call} | engine_arrays(work)
-    arrays["backward"]["dbias, float32"] = 0 if call.bias is None else 4 * call.bias.size
+    arrays, bias = {"call": call_arrays(work)} | engine_arrays(work), work.call.bias
+    arrays["backward"]["dbias, float32"] = 0 if bias is None else 4 * bias.size
     for phase in ("forward", "backward"):
         arrays[phase][TOGETHER] = sum(arrays[phase].values())
     return [
@@ -42,6 +31,20 @@ def held(shard: Shard, work: Work) -> Rows:
         for name, count in counts.items()
         if count
     ]
+
+
+def call_arrays(work: Work) -> dict[str, int]:
+    """The bytes of the arrays that one rank gets and returns, by description. Each rank gathers the ids of all keys."""
+    call = work.call
+    ids = data_bytes((call.q_segment_ids, call.q_positions))
+    ids += work.ranks * data_bytes((call.kv_segment_ids, call.kv_positions))
+    inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
+    output, lse = work.itemsize * work.outputs, 4 * work.rows
+    return {
+        "inputs": data_bytes(inputs),
+        "ids and positions, the keys' of all ranks": ids,
+        **({"output and lse": output + lse} if call.return_lse else {"output": output}),
+    }
 
 
 def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
@@ -70,6 +73,11 @@ def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
             "output, lse, delta kept": work.itemsize * work.outputs + 8 * work.rows,
         },
     }
+
+
+def call_bytes(work: Work) -> int:
+    """The bytes of all `call_arrays` together."""
+    return sum(call_arrays(work).values())
 
 
 def engine_bytes(work: Work) -> int:

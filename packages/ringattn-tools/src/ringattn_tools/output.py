@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands print: titles, sentences and aligned tables, with units of bytes and seconds."""
+"""How commands print: titles, sentences, errors and aligned tables, with units of bytes and seconds."""
 
 import re
 import sys
@@ -37,6 +37,14 @@ class Bytes(int):
     def __str__(self) -> str:
         power = min(max(self.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
         return f"{int(self)} B" if power == 0 else f"{self / 1024**power:.1f} {_UNITS[power]}"
+
+
+def one_line(error: Exception) -> str:
+    """The message of `error` and its notes, without those of JAX, as one line of text."""
+    # JAX's note is about filtered tracebacks, and begins with a line of dashes.
+    notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith("---"))
+    said = [" ".join(part.split()) for part in (str(error), *notes)]
+    return " ".join([*(f"{part.rstrip('.')}." for part in said[:-1]), said[-1]])
 
 
 def show(*parts: Any) -> None:

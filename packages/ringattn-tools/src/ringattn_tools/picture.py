@@ -40,12 +40,12 @@ def text(analysis: CallAnalysis) -> str:
 
     In a panel, queries go down and keys across. A ring too large for `PAGE` and `_LINES` gives a sentence instead.
     """
-    hops, margin = len(analysis.hops), len(f"rank {analysis.ranks - 1} ")
+    hops, margin = len(analysis.keys_of), len(f"rank {analysis.ranks - 1} ")
     rows = min(_ROWS, _LINES // analysis.ranks - 1, ((PAGE - margin + 1) // hops - 1) // 2)
     if rows < 2:
         return "The ring is too large for a picture here; --svg and --png draw it."
     lines = ["   ".join(f"{LETTERS[state]} {word}" for state, word in WORDS.items()), ""]
-    lines.append(" " * margin + " ".join(f"hop {hop.number}".ljust(2 * rows) for hop in analysis.hops))
+    lines.append(" " * margin + " ".join(f"hop {number}".ljust(2 * rows) for number in range(hops)))
     for number, of_rank in enumerate(shrunk(analysis.states, rows, 2 * rows)):
         for row, cells in enumerate(of_rank.swapaxes(0, 1).tolist()):
             name = "" if row else f"rank {number}"
@@ -73,7 +73,8 @@ def figure(analysis: CallAnalysis) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    hops, side = len(analysis.hops), min(1.4, 13 / max(len(analysis.hops), analysis.ranks))
+    hops = len(analysis.keys_of)
+    side = min(1.4, 13 / max(hops, analysis.ranks))
     beside = max(2, hops // 8)
     size = max(7.5, side * (hops + beside) + 1), side * analysis.ranks + 2.4
     made = Figure(size, layout="constrained", facecolor="white")
@@ -82,8 +83,8 @@ def figure(analysis: CallAnalysis) -> Any:
     extent = (-0.5, hops - 0.5, analysis.ranks - 0.5, -0.5)
     tiles.imshow(_mosaic(analysis), colours, vmin=0, vmax=2, interpolation="none", extent=extent, aspect="auto")
     named = range(0, hops, _every(hops))
-    names = [f"hop {hop.number}\nkeys of rank {hop.keys_of}" if side > 1 else f"{hop.number}" for hop in analysis.hops]
-    tiles.set_xticks(named, [names[number] for number in named])
+    names = [f"hop {number}\nkeys of rank {analysis.keys_of[number]}" if side > 1 else f"{number}" for number in named]
+    tiles.set_xticks(named, names)
     tiles.xaxis.tick_top()
     tiles.set_title("" if side > 1 else "hop", fontsize="medium", color=MUTED, loc="left")
     named = range(0, analysis.ranks, _every(analysis.ranks))
@@ -116,7 +117,7 @@ def _every(count: int) -> int:
 
 def _mosaic(analysis: CallAnalysis) -> np.ma.MaskedArray:
     """All panels as one image with a number for each cell. Gaps between panels, if there is room, are masked out."""
-    panels, gaps = max(analysis.ranks, len(analysis.hops)), 255
+    panels, gaps = max(analysis.ranks, len(analysis.keys_of)), 255
     cells = max(1, min(64, 512 // panels), min(2, 2048 // panels))
     gap = -(-cells // 16) if cells >= 8 else 0
     rows, columns = (min(cells, tiles) for tiles in analysis.states.shape[2:])

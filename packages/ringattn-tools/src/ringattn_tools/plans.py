@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from ringattn_core.call.options import head_sizes
 from ringattn_core.errors import InputError
 from ringattn_core.placement import platforms
 
@@ -30,6 +31,10 @@ class Reckoning:
     plans: tuple[Cost, ...]
     taken: Cost
     by_rule: bool
+
+    @property
+    def fastest(self) -> Cost:
+        return min((plan for plan in self.plans if plan.refusal is None), key=lambda plan: plan.seconds)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +110,7 @@ def _device(analysis: CallAnalysis, arguments: argparse.Namespace) -> Device | s
         links, host = (measured.link,), measured.host
     rates = arguments.rate, "Kernel rates of the command line; their launches, and copies of sums, take no time"
     if arguments.rate is None:
-        rates = rates_of(name, analysis.choice, work.itemsize, max(work.head_dim, work.value_dim), here)
+        rates = rates_of(name, analysis.choice, work.itemsize, max(head_sizes(work.call)), here)
         launch, copy = (measured.launch, measured.copy) if measured else (launch, copy)
     lacking = {"--rate": "kernels"} if rates is None else {}
     lacking |= {"--link": f"links between {work.ranks} ranks"} if links is None else {}
@@ -131,11 +136,9 @@ def report(reckoned: Reckoning | str) -> Iterator[Any]:
         yield "One device needs no plan."
     elif reckoned.by_rule:
         yield _choice(reckoned)
-    listed = steps(reckoned)
-    if listed:
-        yield ""
-        yield Title("Steps of each plan")
-        yield listed
+    yield ""
+    yield Title("Steps of each plan")
+    yield steps(reckoned)
 
 
 def as_json(reckoned: Reckoning | str) -> dict[str, Any]:
@@ -150,18 +153,16 @@ def costs(reckoned: Reckoning) -> Rows:
 
     def row(plan: Cost) -> dict[str, Any]:
         sends = [step for step in plan.steps if step.sent]
-        usable = plan.refusal is None
-        return {
-            "chosen": plan is reckoned.taken,
-            "plan": plan.name,
-            "forward": Seconds(total(plan.forward)) if usable else None,
-            "backward": Seconds(total(plan.backward)) if usable else None,
-            "waits": Seconds(plan.waits) if usable else None,
-            "hidden": f"{sum(step.hides is True for step in sends)} of {len(sends)}" if usable else None,
-            "sent": Bytes(plan.sent) if usable else None,
-            "memory": Bytes(plan.memory) if usable else None,
-            "refused": plan.refusal,
+        numbers = {
+            "forward": Seconds(total(plan.forward)),
+            "backward": Seconds(total(plan.backward)),
+            "waits": Seconds(plan.waits),
+            "hidden": f"{sum(step.hides is True for step in sends)} of {len(sends)}",
+            "sent": Bytes(plan.sent),
+            "memory": Bytes(plan.memory),
         }
+        numbers = numbers if plan.refusal is None else dict.fromkeys(numbers)
+        return {"chosen": plan is reckoned.taken, "plan": plan.name, **numbers, "refused": plan.refusal}
 
     return [row(plan) for plan in reckoned.plans]
 
@@ -203,7 +204,7 @@ def _span(first: str, last: str) -> str:
 
 def _choice(reckoned: Reckoning) -> str:
     """Says which strategy "auto" takes, and which one the table shows to be faster, if another is."""
-    fastest = min((plan for plan in reckoned.plans if plan.refusal is None), key=lambda plan: plan.seconds)
+    fastest = reckoned.fastest
     taken = f"strategy='auto' takes {reckoned.taken.name} by its rule"
     if fastest is reckoned.taken:
         return f"{taken}."

@@ -9,7 +9,7 @@ from . import documents
 from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title, show
 
-HIDDEN: Final = ("call", "hops", "states", "not_possible", "prefill", "shard")
+HIDDEN: Final = ("call", "keys_of", "states", "not_possible", "prefill", "work")
 """The fields of `CallAnalysis` that JSON leaves out, or shows under other names."""
 COLUMNS: Final = 9
 """The most ranks for which the table of tiles has a column a rank. With more, it has minimum, mean and maximum."""
@@ -68,12 +68,9 @@ def described(analysis: CallAnalysis) -> str:
     said = [f"{name.replace('_', ' ')} {_plain(value)}".rstrip() for name, value in analysis.call.said.items()]
     whole = tuple(analysis.call.floating[name].shape[1] for name in ("query", "key"))
     padded = (queries * analysis.ranks, keys * analysis.ranks) != whole
-    needs = (
-        " (which needs SEGMENT_IDS)"
-        if "SEGMENT_IDS" in analysis.needs and "documents" not in analysis.call.said
-        else ""
-    )
-    holds = f"each rank holds {queries} queries and {keys} keys" + (f", with padding{needs}" if padded else "")
+    holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
+    if padded and "SEGMENT_IDS" in analysis.needs and "documents" not in analysis.call.said:
+        holds += " (which needs SEGMENT_IDS)"
     return f"{', '.join(said) or 'no mask'}; {holds}"
 
 
@@ -106,8 +103,8 @@ def tiles(analysis: CallAnalysis, full: bool = False) -> Rows:
             shown = {f"rank {number}": count for number, count in enumerate(counts)}
         return {"hop": hop, "keys of": keys, **shown, "busiest": busiest}
 
-    pairs = zip(analysis.hops, analysis.tiles.tolist(), strict=True)
-    rows = [row(hop.number, hop.keys_of, counts, max(counts)) for hop, counts in pairs]
+    pairs = enumerate(zip(analysis.keys_of, analysis.tiles.tolist(), strict=True))
+    rows = [row(number, keys, counts, max(counts)) for number, (keys, counts) in pairs]
     runs = [[one] for one in rows] if full else [list(run) for _, run in groupby(rows, lambda x: list(x.values())[2:])]
     for first, *_, last in (run for run in runs if len(run) > 1):
         first |= {name: f"{first[name]} to {last[name]}" for name in ("hop", "keys of")}
@@ -116,8 +113,8 @@ def tiles(analysis: CallAnalysis, full: bool = False) -> Rows:
 
 def _of_tiles(analysis: CallAnalysis) -> Iterator[str]:
     yield balance(analysis)
-    if len(analysis.shard.hops.sizes) > 1:
-        inner, groups = analysis.shard.hops.sizes
+    if len(analysis.work.hops.sizes) > 1:
+        inner, groups = analysis.work.hops.sizes
         yield (
             f"The ring has two levels: keys go round the {inner} ranks r of a group, and meanwhile the next keys come "
             f"from the group before, of {groups} groups g."
@@ -125,7 +122,7 @@ def _of_tiles(analysis: CallAnalysis) -> Iterator[str]:
     if analysis.skipped:
         runs = [[x for _, x in run] for _, run in groupby(enumerate(analysis.skipped), lambda pair: pair[1] - pair[0])]
         lost = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        made = f"{len(analysis.hops) - 1} of {analysis.ranks - 1} sends are made"
+        made = f"{len(analysis.keys_of) - 1} of {analysis.ranks - 1} sends are made"
         yield f"{made}: no query sees the keys that are {lost} ranks away."
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds a kernel's fastest configuration: times candidates in turn, drops slow ones early, and compares medians."""
 
-import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -94,22 +94,34 @@ def fastest(registration: Registration, problem: Problem, default: RingAttention
     offered = kernel.candidate_configs(problem)
     if not offered:
         return Outcome(default, (), ())
-    candidates = [default, *offered]
-    stop = threading.Event()
-    device = _device(problem)
+    candidates, stop, device = [default, *offered], threading.Event(), _device(problem)
+    quiet = not sys.stderr.isatty()
+    line = Progress(
+        "{task.description}",
+        console=Console(stderr=True, quiet=quiet),
+        auto_refresh=False,  # it would start a thread, which would disturb the times
+        transient=True,
+        disable=quiet,
+    )
+    task = line.add_task("")
+
+    def step(what: str) -> None:
+        """Shows on a terminal what is done next; raises if the caller's thread was interrupted."""
+        if stop.is_set():
+            raise KeyboardInterrupt
+        line.update(task, description=what, refresh=True)
 
     def measure() -> Outcome:
-        with jax.default_device(device), _progress_bar() as bar:
-            race = _Race(registration.name, stop, bar)
+        with jax.default_device(device), line:
             made = trial(kernel, problem, device)
-            forward, best = race.run("forward", [c.fwd_params for c in candidates], made.forward)
+            forward, best = _race(registration.name, "forward", [x.fwd_params for x in candidates], made.forward, step)
             if not registration.descriptor().supports(Feature.GRADIENTS):
                 return Outcome(RingAttentionConfig(best, default.bwd_params), forward, ())
-            whole = made.forward(best)()
-            backward, backward_best = race.run(
-                "backward", [c.bwd_params for c in candidates], lambda params: made.backward(params, whole)
+            program = functools.partial(made.backward, whole=made.forward(best)())
+            backward, best_of_backward = _race(
+                registration.name, "backward", [x.bwd_params for x in candidates], program, step
             )
-            return Outcome(RingAttentionConfig(best, backward_best), forward, backward)
+            return Outcome(RingAttentionConfig(best, best_of_backward), forward, backward)
 
     try:
         with ThreadPoolExecutor(1, "ringattn-tuning") as pool:
@@ -121,86 +133,61 @@ def fastest(registration: Registration, problem: Problem, default: RingAttention
         release()
 
 
-def _progress_bar() -> Any:
-    """A context manager that yields a progress bar, or `None` if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        return contextlib.nullcontext()
-    # `auto_refresh` would start a thread, which would disturb the times.
-    return Progress(console=Console(stderr=True), transient=True, auto_refresh=False)
+def _race(
+    backend: str,
+    part: str,
+    candidates: Sequence[Params],
+    program: Callable[[Params], Callable[[], Any]],
+    step: Callable[[str], None],
+) -> tuple[tuple[Timed, ...], Params]:
+    """Times each distinct candidate; returns the results of all, and the parameters of the chosen one.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Race:
-    backend: str
-    stop: threading.Event
-    bar: Any
-
-    def run(
-        self, part: str, candidates: Sequence[Params], program: Callable[[Params], Callable[[], Any]]
-    ) -> tuple[tuple[Timed, ...], Params]:
-        """Times each distinct candidate; returns the results of all and the parameters of the chosen one.
-
-        `part` is "forward" or "backward". `program(params)` makes the function to time. The first candidate is the
-        default.
-        """
-        candidates = list(dict.fromkeys(candidates))
-        task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) + ROUNDS)
-        runs: dict[Params, Callable[[], Any]] = {}
-        failures: dict[Params, str] = {}
-        for params in candidates:
-            self._step(task, f"{part}: compiling {shown(params)}", 1)
-            try:
-                runs[params] = program(params)
-                jax.block_until_ready(runs[params]())
-            except Exception as error:
-                failures[params] = _failure(error)
-                runs.pop(params, None)
-        if not runs:
-            told = "; ".join(f"{shown(params)}: {failure}" for params, failure in failures.items())
-            raise TuningError(
-                self.backend, f"no candidate of its {part} ran ({told})", "Tune a smaller problem, or pass cfg="
-            )
-        seconds = self._timed(task, part, runs, candidates[0])
-        medians = {params: statistics.median(taken) for params, taken in seconds.items()}
-        timed = tuple(
-            Timed(part, params, medians.get(params), len(seconds.get(params, ())), failures.get(params))
-            for params in candidates
-        )
-        return timed, _chosen(candidates[0], medians, seconds)
-
-    def _timed(
-        self, task: Any, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params
-    ) -> dict[Params, list[float]]:
-        """Times the candidates in rounds: for each, the seconds of one call in every round until it drops out."""
-        least = {params: _seconds(run, 1) for params, run in runs.items()}
-        calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
-        seconds: dict[Params, list[float]] = {params: [] for params in runs}
-        racing, factors = list(runs), dict(DROPPING_OUT)
-        for number in range(1, ROUNDS + 1):
-            for done, params in enumerate(racing if number % 2 else racing[::-1], 1):
-                self._step(task, f"{part}: round {number} of {ROUNDS}, {shown(params)}", done == len(racing))
-                seconds[params].append(_seconds(runs[params], calls[params]))
-                least[params] = min(least[params], seconds[params][-1])
-            if number in factors:
-                slowest = factors[number] * min(least.values())
-                racing = [params for params in racing if params == default or least[params] <= slowest]
-        return seconds
-
-    def _step(self, task: Any, what: str, steps: int) -> None:
-        if self.stop.is_set():
-            raise KeyboardInterrupt
-        if task is not None:
-            self.bar.update(task, description=what, advance=steps, refresh=True)
-
-
-def _chosen(default: Params, medians: Mapping[Params, float], seconds: Mapping[Params, Sequence[float]]) -> Params:
-    """The finalist with the least median time, or `default` if its median time is longer by at most the fraction `TIE`.
-
-    `seconds` has the time of each round. Finalists are the candidates that were timed in all rounds.
+    `part` is "forward" or "backward". `program(params)` makes the function to time. The candidate with the least median
+    time is chosen, of those that were timed in all rounds. The first candidate is the default; it is chosen if its
+    median time is longer by at most the fraction `TIE`.
     """
-    rounds = max(map(len, seconds.values()))
-    best = min((params for params in medians if len(seconds[params]) == rounds), key=medians.__getitem__)
-    return default if default in medians and medians[default] <= medians[best] * (1 + TIE) else best
+    candidates = list(dict.fromkeys(candidates))
+    default = candidates[0]
+    runs: dict[Params, Callable[[], Any]] = {}
+    failures: dict[Params, str] = {}
+    for params in candidates:
+        step(f"{part}: compiling {shown(params)}")
+        try:
+            run = program(params)
+            jax.block_until_ready(run())
+            runs[params] = run
+        except Exception as error:
+            failures[params] = _failure(error)
+    if not runs:
+        told = "; ".join(f"{shown(params)}: {failure}" for params, failure in failures.items())
+        raise TuningError(backend, f"no candidate of its {part} ran ({told})", "Tune a smaller problem, or pass cfg=")
+    seconds = _timed(part, runs, default, step)
+    medians = {params: statistics.median(taken) for params, taken in seconds.items()}
+    timed = tuple(
+        Timed(part, params, medians.get(params), len(seconds.get(params, ())), failures.get(params))
+        for params in candidates
+    )
+    best = min((params for params in runs if len(seconds[params]) == ROUNDS), key=medians.__getitem__)
+    return timed, default if default in runs and medians[default] <= medians[best] * (1 + TIE) else best
+
+
+def _timed(
+    part: str, runs: Mapping[Params, Callable[[], Any]], default: Params, step: Callable[[str], None]
+) -> dict[Params, list[float]]:
+    """Times the candidates in rounds: for each, the seconds of one call in every round until it drops out."""
+    least = {params: _seconds(run, 1) for params, run in runs.items()}
+    calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
+    seconds: dict[Params, list[float]] = {params: [] for params in runs}
+    racing, factors = list(runs), dict(DROPPING_OUT)
+    for number in range(1, ROUNDS + 1):
+        for params in racing if number % 2 else racing[::-1]:
+            step(f"{part}: round {number} of {ROUNDS}, {shown(params)}")
+            seconds[params].append(_seconds(runs[params], calls[params]))
+            least[params] = min(least[params], seconds[params][-1])
+        if number in factors:
+            slowest = factors[number] * min(least.values())
+            racing = [params for params in racing if params == default or least[params] <= slowest]
+    return seconds
 
 
 def shown(params: FwdParams | BwdParams) -> str:

@@ -14,15 +14,14 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
-from ringattn_core.strategies.run import settled, tuned_as
+from ringattn_core.strategies.run import settled, that_runs
 from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
-from . import call_arguments, search
-from .abstract_call import AbstractCall
+from . import call_arguments, search, stored
+from .abstract_call import AbstractCall, trace
 from .output import Bytes, Rows, Title, show
 from .search import Timed, shown
-from .shards import trace
 from .work import data_bytes
 
 
@@ -54,18 +53,12 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
-        run_as = tuned_as(dataclasses.replace(local, strategy=settled(registration, local)))
-        asked.append((registration, of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))))
+        run_as = that_runs(dataclasses.replace(local, strategy=settled(registration, local)))
+        asked.append((registration, of_call(registration, run_as, size(run_as.axis_name or ()))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]
-    _tune(registration, problem, keep=not arguments.dry_run)
-    return 0
-
-
-def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
-    """Times every candidate configuration for `problem`, prints a table, and stores the fastest if `keep`."""
-    outcome = search.tune(problem, registration, keep=keep)
+    outcome = search.tune(problem, registration, keep=not arguments.dry_run)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, best in (
         ("forward", outcome.forward, outcome.config.fwd_params),
@@ -73,8 +66,9 @@ def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
         show("", Title(title), *([candidates(timed, best)] if timed else []))
-    stored = cache.read(problem) if keep else None
-    print(f"\nstored in {stored.path}" if stored else "\nnot stored")
+    kept = None if arguments.dry_run else cache.read(problem)
+    print(f"\nstored in {kept.path}" if kept else "\nnot stored")
+    return 0
 
 
 def _refuse_too_large(call: AbstractCall) -> None:
@@ -113,14 +107,15 @@ def run_cache(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.clear:
         try:
-            print(f"removed {cache.clear()} from {root}")
+            print(f"removed {stored.clear()} from {root}")
         except OSError as error:
             print(f"cannot clear {root}: {error}")
             return 1
         return 0
-    entries = cache.entries()
+    entries = stored.entries()
     if arguments.json:
-        print(json.dumps([entry.to_dict() for entry in entries], indent=2))
+        plain = [{**vars(entry), "config": entry.config.to_dict(), "path": str(entry.path)} for entry in entries]
+        print(json.dumps(plain, indent=2))
     else:
         print(f"{len(entries)} in {root}", *map(_text, entries), sep="\n\n")
     return 0

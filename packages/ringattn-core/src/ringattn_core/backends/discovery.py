@@ -20,6 +20,7 @@ from ..errors import (
     DuplicateBackendError,
     InputError,
     RingAttnError,
+    ToolsNotFoundError,
     in_one_line,
 )
 
@@ -31,10 +32,15 @@ _logger: Final = logging.getLogger("ringattn")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Registration:
-    """A registered backend: its name, and its descriptor, or the error with which the descriptor failed to load."""
+    """A registered backend. Its code runs in three stages, each once: descriptor, probe and implementation.
+
+    If a stage raises, or gives what core cannot use, the backend is broken: the error is kept, and the method of that
+    stage raises a copy of it at every call. If the descriptor is broken, so are the other stages.
+    """
 
     name: str
     backend: Backend | None
+    """The descriptor, or `None` with an `error`."""
     distribution: str
     version: str
     error: RingAttnError | None = None
@@ -47,35 +53,36 @@ class Registration:
         return self.distribution == _HERE
 
     def descriptor(self) -> Backend:
-        """The backend's descriptor; raises `error` if the backend is broken."""
+        """The backend's descriptor, which discovery has loaded."""
         if self.error is not None:
             raise again(self.error)
         assert self.backend is not None
         return self.backend
 
-    def implementation(self) -> Any:
-        """The block kernel, or the ring function, that the descriptor names; imported once, on first use."""
-        if isinstance(self._loaded, BackendLoadError):
-            raise again(self._loaded)
-        return self._loaded
-
     def why_unavailable(self) -> str | None:
-        """Why the backend cannot run in this process, as one sentence; `None` if it can. Its probe runs once."""
-        return None if self._answer_of_probe is None else str(self._answer_of_probe)
+        """What the probe says: why the backend cannot run in this process, as one sentence; `None` if it can."""
+        return _or_raise(self._reason)
 
-    def why_broken(self, load: bool = False) -> RingAttnError | None:
-        """The error that keeps the backend from running on any machine, or `None`.
-
-        The descriptor or the probe fails or, with `load`, the kernel cannot be loaded. A probe that reports something
-        missing on this machine works as it should: that is no error.
-        """
-        found = self._answer_of_probe
-        found = self._loaded if found is None and load else found
-        return found if isinstance(found, RingAttnError) else None
+    def implementation(self) -> Any:
+        """The block kernel, or the ring function, that the descriptor names, imported on first use."""
+        return _or_raise(self._implementation)
 
     @functools.cached_property
-    def _loaded(self) -> Any:
-        """The block kernel or ring function, or the error with which it failed to load."""
+    def _reason(self) -> str | RingAttnError | None:
+        path = self.descriptor().probe
+        if path is None:
+            return None
+
+        def ask() -> str | None:
+            reason = imported(path)()
+            if reason is not None and not (isinstance(reason, str) and reason.strip()):
+                raise TypeError(f"it returned {reason!r}, and must return None or a sentence")
+            return reason and " ".join(reason.split())
+
+        return _tried(self.name, self.distribution, f"its probe {path} failed", ask)
+
+    @functools.cached_property
+    def _implementation(self) -> Any:
         backend = self.descriptor()
         path = backend.kernel or backend.ring
         assert path is not None
@@ -86,20 +93,6 @@ class Registration:
             return loaded
 
         return _tried(self.name, self.distribution, f"cannot load {path}", load)
-
-    @functools.cached_property
-    def _answer_of_probe(self) -> str | RingAttnError | None:
-        path = None if self.backend is None else self.backend.probe
-        if self.error is not None or path is None:
-            return self.error
-
-        def ask() -> str | None:
-            reason = imported(path)()
-            if reason is not None and not (isinstance(reason, str) and reason.strip()):
-                raise TypeError(f"it returned {reason!r}, and must return None or a sentence")
-            return reason and " ".join(reason.split())
-
-        return _tried(self.name, self.distribution, f"its probe {path} failed", ask)
 
 
 def _tried(name: str, distribution: str, what: str, make: Callable[[], Any]) -> Any:
@@ -112,6 +105,13 @@ def _tried(name: str, distribution: str, what: str, make: Callable[[], Any]) -> 
         return error
     except BaseException as error:  # a module may even call `sys.exit`
         return BackendLoadError(name, None if distribution == _HERE else distribution, what, error)
+
+
+def _or_raise(result: Any) -> Any:
+    """A result of `_tried`; raises a copy of it if it is an error."""
+    if isinstance(result, RingAttnError):
+        raise again(result)
+    return result
 
 
 def imported(path: str) -> Any:
@@ -188,8 +188,7 @@ def registered(backend: Backend, implementation: Any = None) -> Iterator[Registr
 @functools.cache
 def _installed() -> dict[str, Registration]:
     by_name: dict[str, list[Any]] = {}
-    # Not `importlib_metadata`: importing it replaces the finder of the whole process, and its first lookup imports
-    # support for zip files. Discovery takes 11 ms with it and 2 ms without (`benchmarks/import_time.py`).
+    # Not with `importlib_metadata`: importing that replaces the metadata finder of the whole process.
     try:
         entries = list(importlib.metadata.entry_points(group=GROUP))
     except Exception:  # a distribution has unreadable metadata: leave out that distribution
@@ -259,3 +258,13 @@ def again(error: RingAttnError) -> RingAttnError:
     fresh.__dict__.update(error.__dict__)
     fresh.__cause__ = error.__cause__
     return fresh
+
+
+def tool(module: str, asked_by: str) -> Any:
+    """A module of `ringattn-tools`, imported by name. Without that distribution, raises what `asked_by` needs."""
+    try:
+        return importlib.import_module(f"ringattn_tools.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "ringattn_tools":
+            raise
+        raise ToolsNotFoundError(asked_by) from None

@@ -26,7 +26,7 @@ from . import discovery
 from .discovery import Registration
 
 BACKEND_VARIABLE: Final = "RINGATTN_BACKEND"
-VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
+VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR", "RINGATTN_CHECK")
 """The environment variables that core reads. A backend declares its own in `Backend.variables`."""
 
 Heads = tuple[int, ...]
@@ -111,9 +111,6 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, 
     if len(registrations) > 1:
         return _first(registrations, required, platform, heads, named=True)
     (registration,) = registrations
-    broken = registration.why_broken()
-    if broken is not None:
-        raise discovery.again(broken)
     reason = registration.why_unavailable()
     if reason is not None:
         raise BackendUnavailableError(registration.name, reason)
@@ -161,10 +158,12 @@ def _why_not(
     missing = _missing(backend, required, heads)
     if missing:
         return "it does not support " + ", ".join(f"{what} ({why})" for what, why in missing)
-    broken = registration.why_broken(load=True)
-    if broken is not None:
-        return str(broken)
-    reason = registration.why_unavailable()
+    try:
+        reason = registration.why_unavailable()
+        if reason is None:
+            registration.implementation()
+    except RingAttnError as error:
+        return str(error)
     return None if reason is None else f"it cannot run here: {reason}"
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..config import BwdParams, FwdParams, RingAttentionConfig, backend_and_params
 from ..contract.expansion import expansion
 from ..contract.signature import RingKernel
 from ..errors import InputError, MeshError
@@ -18,13 +18,14 @@ from ..placement import arrays
 from ..placement.axes import AxisName
 from ..strategies import Strategy
 from .dispatch import answer, chosen
+from .entry import entry
 from .mesh_roles import mesh_of
-from .options import named, options_in
+from .options import options_in
 from .sharding import sharded
 from .validation import validated
 
 
-@named
+@entry
 def ring_attention(
     query: arrays.Query,
     key: arrays.Key | Any,
@@ -64,6 +65,7 @@ def ring_attention(
     return_max_logits: bool = False,
     expand: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     expand_params: Any = None,
+    check_positions: arrays.QueryPositions | None = None,
     backend: str | Sequence[str] | None = None,
     cfg: RingAttentionConfig | dict[str, Any] | None = None,
 ) -> Any:
@@ -106,10 +108,10 @@ def ring_attention(
         alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
         dropout_prob: The probability of dropping an attention weight, rounded down to a multiple of 2^-16.
         dropout_seed: One integer. The same seed drops the same weights on every ring, layout and backend.
-        axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is a ring
-            of two levels: an inner ring over the last axis, which should have the fastest links, and an outer ring
-            over all others. In your own `jax.shard_map`, name them in the order in which the specs have them: JAX does
-            not tell which shard a rank holds, so another order is silently wrong.
+        axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is rings
+            inside rings, the innermost over the last axis, which should have the fastest links. In your own
+            `jax.shard_map`, name them in the order in which the specs have them: JAX does not tell which shard a rank
+            holds, so another order is silently wrong.
         batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
             fsdp, data or replica are the default.
         head_axis_name: The mesh axis, or axes, that split the heads; `()` means none. With `mesh`, axes named tp, model
@@ -128,9 +130,10 @@ def ring_attention(
             "auto" (the ring if masks by position or `max_distance` leave out keys; else "ulysses" if the ranks of the
             last axis divide the key heads and there is no `expand`; else the ring).
         max_distance: Your promise that no query sees a key farther away in the sequence than this; one number, or
-            `(left, right)` as in `sliding_window`. The ring then leaves out hops and rows of keys beyond it, also with
-            segment ids and with positions of your own. It is no mask, and is not checked at run time: a query that
-            does see a farther key may silently lose it.
+            `(left, right)` as in `sliding_window`. It compares indices, to which `query_offset` adds nothing. The ring
+            then leaves out hops and rows of keys beyond it, also with segment ids and with positions of your own. It is
+            no mask, and only `RINGATTN_CHECK=1` checks it at run time: a query that does see a farther key may silently
+            lose it.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
@@ -143,6 +146,9 @@ def ring_attention(
             arrival, in the backward pass too. With strategy "ulysses", ranks expand before they exchange heads.
         expand_params: A pytree of arrays that `expand` reads, differentiated like `x`. In your own `jax.shard_map`,
             split it over the heads as you split the queries.
+        check_positions: `[T]` or `[B, T]`, the index in the sequence of each query, in the order in which the arrays
+            are. With `RINGATTN_CHECK=1` the call raises unless the layout and the ring say the same; a negative index
+            is not compared. Otherwise it is ignored, and costs nothing.
         backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
         cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
 
@@ -157,12 +163,17 @@ def ring_attention(
         ringattn_core.errors.UnsupportedFeatureError: The named backend lacks an option or head size of the call.
         ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
-    given, config = options_in(locals()), RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
-    given |= _held(mask_info, given) | {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    backend = config.backend_name if backend is None else backend
+    given = options_in(locals())
+    backend, params = backend_and_params(cfg, backend)
+    given |= _held(mask_info, given) | params
     key, value, travelling = _expanded(key, value, expand, expand_params)
     mesh = mesh_of(mesh, given, (query, key, value))
-    call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    try:
+        call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
+    except InputError as error:
+        if travelling and error.argument in ("key", "value"):
+            raise InputError("expand", f"gives a {error.argument} that {error.fact}", error.remedy) from None
+        raise
     if travelling and call.key.shape != key.shape:
         fact = f"gives {key.shape[2]} key heads, but this rank's queries need only {call.key.shape[2]} of them"
         raise InputError("expand", fact, "Split expand_params over head_axis_name too")
@@ -196,7 +207,7 @@ def per_shard(backend: str) -> RingKernel:
         backend: The name of the backend that runs every call of the function.
     """
 
-    @named
+    @entry
     def ring_attention(
         query: arrays.Query,
         key: arrays.Key,

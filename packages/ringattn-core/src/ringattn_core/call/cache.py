@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,22 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from ..backends.discovery import Registration
-from ..config import RingAttentionConfig
-from ..contract.call import Call
+from ..config import RingAttentionConfig, backend_and_params
+from ..contract.call import ARRAYS, Call
 from ..errors import InputError, MeshError
-from ..masks.int32 import POSITION, as_int32
+from ..integers import POSITION, as_int32
 from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.axes import AxisName
-from ..placement.layout import pieces, refuse_indivisible
+from ..placement.layout import refuse_indivisible
 from ..placement.mesh import of_context, ranks_of
 from ..placement.platforms import refuse_different_devices
 from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
+from .entry import entry
 from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
-from .options import ARRAYS, named, options_in
+from .options import options_in
 from .shard_map import refuse_sharded
 from .sharding import over_shards, sharded
 from .validation import fitted
@@ -34,7 +35,7 @@ Lengths = Int[jax.Array, " B"]
 SENT: Final = ("auto", "keys", "queries")
 
 
-@named
+@entry
 def decode_attention(
     query: arrays.Query,
     key_cache: arrays.Key,
@@ -88,16 +89,14 @@ def decode_attention(
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
     """
-    call, first, backend, mesh = _checked(locals(), sharded=False)
-    positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
-    call = cache.not_differentiable(dataclasses.replace(call, q_positions=positions, query_offset=None))
-    registration = chosen(backend, call, mesh)
+    call, backend, mesh = _cache_call(locals(), whole_queries=True)
+    registration, call = chosen(backend, call, mesh), cache.not_differentiable(call)
     if mesh is None:
         return _attend(registration, call)
     return _over_mesh(registration, call, of_context(mesh, call.query))
 
 
-@named
+@entry
 def prefill_attention(
     query: arrays.Query,
     key_cache: arrays.Key,
@@ -155,8 +154,7 @@ def prefill_attention(
     """
     if send not in SENT:
         raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
-    call, first, backend, mesh = _checked(locals(), sharded=True)
-    call = dataclasses.replace(call, query_offset=first)
+    call, backend, mesh = _cache_call(locals(), whole_queries=False)
     of_keys, of_queries = bytes_to_send(call)
     sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
     work = answer
@@ -181,20 +179,26 @@ def bytes_to_send(call: Call) -> tuple[int, int]:
     return batch * of_keys, batch * tokens * heads * (size * bytes_of + 4 * value_size + 12)
 
 
-def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, Any, Any]:
-    """The call in canonical form, without positions of queries, from the arguments. Raises if they do not fit.
+class _CacheCall(NamedTuple):
+    """A call in canonical form, the backend that it asks for, and its mesh, which is `None` if the arrays are local."""
 
-    Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
-    all queries. Returns also the position of each row's first query, which may be negative; the backend asked for; and
-    the mesh, which is `None` if the arrays are local.
+    call: Call
+    backend: Any
+    mesh: Any
+
+
+def _cache_call(variables: dict[str, Any], whole_queries: bool) -> _CacheCall:
+    """Checks the arguments of a call to a cache. Raises if they do not fit.
+
+    With `whole_queries`, every rank has all queries, and the call has their positions. Otherwise they are split like
+    the cache, and the call has the position of each row's first query. These positions may be negative.
     """
-    cfg, backend = variables["cfg"], variables["backend"]
-    config = RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
-    given = options_in(variables) | {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    given["query_offset"] = 0  # callers of this function replace it
+    backend, params = backend_and_params(variables["cfg"], variables["backend"])
+    # With an offset, `kv_positions` alone do not serve as positions of the queries too. The true offset follows below.
+    given = options_in(variables) | params | {"causal": True, "query_offset": 0}
     operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
     mesh = mesh_of(variables["mesh"], given, operands.values())
-    call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries=not sharded)
+    call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries)
     (tokens, room), rows = sizes.lengths, call.query.shape[:1]
     if mesh is not None:
         check_mesh(call, mesh)
@@ -205,18 +209,23 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     known = as_int32("lengths", variables["lengths"], limits)
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
-    _refuse_uneven_cache(call, 1 if mesh is None else ranks_of(mesh, call.axis_name or ()))
+    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.axis_name or ())
+    refuse_indivisible("key_cache", room, call.layout, ranks)  # to pad it here would copy the whole cache
     if mesh is None:
         refuse_different_devices({"query": call.query, "lengths": known})
-        ring, whole = call.axis_name or (), {} if sharded else {"query": call.query}
-        refuse_sharded(ring, {"lengths": known} | whole)
-        if sharded:
-            refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
-    backend = config.backend_name if backend is None else backend
+        refuse_sharded(call.axis_name or (), {"lengths": known} | ({"query": call.query} if whole_queries else {}))
+        if not whole_queries:
+            refuse_indivisible("query", tokens, call.layout, ranks)
+    first = jnp.broadcast_to(known, rows) - tokens
+    if whole_queries:
+        positions = first[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        call = dataclasses.replace(call, q_positions=positions, query_offset=None)
+    else:
+        call = dataclasses.replace(call, query_offset=first)
     if call.kv_positions is not None:  # no query comes after the last position, so an empty entry there is not seen
         held = jnp.where(call.kv_positions < 0, POSITION[1], call.kv_positions)
         call = dataclasses.replace(call, kv_positions=held)
-    return call, jnp.broadcast_to(known, rows) - tokens, backend, mesh
+    return _CacheCall(call, backend, mesh)
 
 
 def _attend(registration: Registration, call: Call) -> Any:
@@ -228,6 +237,7 @@ def _attend(registration: Registration, call: Call) -> Any:
             f"{registration.name!r} drives the ring itself, and {function} needs a kernel of one block",
             "Pass another backend",
         )
+    call = call if call.check is None else call.check(call)
     out, lse, _ = cache.attend(registration.implementation(), with_parameters(registration, call))
     return (out, lse) if call.return_lse else out
 
@@ -249,14 +259,3 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
     }
     out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, whole)
     return (out, *lse) if lse else out
-
-
-def _refuse_uneven_cache(call: Call, ranks: int) -> None:
-    """Raises unless the layout splits the cache evenly between the ranks. (Padding would copy the whole cache.)"""
-    room, parts = call.key.shape[1], ranks * pieces(call.layout)
-    if room % parts:
-        raise InputError(
-            "key_cache",
-            f"has room for {room} tokens, which {call.layout!r} on {ranks} ranks cannot split into {parts}",
-            f"Allocate {-(-room // parts) * parts}",
-        )

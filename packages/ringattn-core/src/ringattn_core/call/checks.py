@@ -2,6 +2,7 @@
 """Checks the value of one argument at a time, and converts it to its canonical form."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from ..contract.call import ARRAYS
 from ..errors import InputError, did_you_mean
+from ..integers import INT32, POSITION, SEED, Limits, as_int32, integers, whole
 from ..masks.builder import Built, build
-from ..masks.int32 import INT32, POSITION, SEED, Limits, as_given, as_int32, fitting
 from ..placement import arrays, axes
 from ..strategies import STRATEGIES
 
@@ -38,8 +40,9 @@ class Sizes:
     head_axes: tuple[str, ...] = ()
 
 
-def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
-    """Converts `x` to an array with the axes and the kind of numbers of `wanted`; integers become int32."""
+def array(argument: str, x: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
+    """Converts `x` to an array with the axes and the kind of numbers of its field in `Call`; integers become int32."""
+    wanted = ARRAYS[argument]
     found = as_int32(argument, x, limits) if wanted.dtype is Int else typed(argument, x, wanted)
     refuse_misfit(argument, found, wanted, sizes.of)
     return found
@@ -66,15 +69,13 @@ def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
     return found
 
 
-def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """Makes a check for positions: integers below 2^30 in magnitude."""
-    return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes, POSITION)
+def positions(argument: str, x: Any, sizes: Sizes) -> jax.Array:
+    """Checks positions: integers below 2^30 in magnitude."""
+    return array(argument, x, sizes, POSITION)
 
 
-def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     """Checks an offset, one integer or one for each batch row: no query may get a position of 2^30 or beyond."""
-    if x is None:
-        return None
     least, most, _ = POSITION
     most -= max(sizes.lengths[0] - 1, 0)
     remedy = f"Pass offsets from {least} to {most}: query i has the position query_offset + i, which must be below 2^30"
@@ -84,14 +85,12 @@ def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     return found
 
 
-def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     """Converts sinks to `[N, n]` in float32, a row for each head of this rank.
 
-    A single axis holds one sink for each head if its length is the number of heads of all ranks; else all heads share
-    its sinks. If JAX tracks that the axis is split with the heads, it holds one sink for each head of this rank.
+    An array of one axis has a sink for each head if it is as long as there are heads on all ranks; otherwise all heads
+    share its sinks. If JAX knows that the array is split like the heads, it has one sink for each head of this rank.
     """
-    if x is None:
-        return None
     found, heads = typed(argument, x, arrays.Sinks).astype(jnp.float32), sizes.of["N"]
     if found.ndim == 2 and found.size and found.shape[0] == heads:
         return found
@@ -103,7 +102,7 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
             f"It needs ({every},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
         )
     if found.shape[0] == heads and set(sizes.head_axes) & axes.varying(found):
-        return found[:, None]  # `check_vma` tracks that the sinks are split with the heads
+        return found[:, None]  # JAX knows, by `check_vma`, that each rank has the sinks of its own heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
     if every != heads:
@@ -111,15 +110,13 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     return found[:, None]
 
 
-def float32_array(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """Makes a check that also converts to float32, so that ranks add up the gradient in float32 and round it once."""
-    return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes).astype(jnp.float32)
+def float32_array(argument: str, x: Any, sizes: Sizes) -> jax.Array:
+    """Converts `x` to float32, so that ranks add up its gradient in float32 and round it once."""
+    return array(argument, x, sizes).astype(jnp.float32)
 
 
-def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
+def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built:
     """Calls the builder for every head; equal masks are kept once."""
-    if builder is None:
-        return None
     if not callable(builder):
         raise InputError(
             argument,
@@ -129,25 +126,23 @@ def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
     return build(builder, *sizes.lengths, *sizes.heads)
 
 
-def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None] | None:
+def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None]:
     """Checks a window; returns `(left, right)`. A side as wide as any distance of two positions becomes `None`."""
-    if x is None:
-        return None
     sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
     if len(sides) != 2:
         raise InputError(argument, f"got {x!r}", "Pass one width, or (left, right)")
-    left, right = (_integer(argument, side, 0) for side in sides)
+    remedy = "It needs an integer of at least 0, or None"
+    left, right = (None if s is None else whole(argument, s, 0, math.inf, remedy) for s in sides)
     return tuple(None if s is None or s >= 2 * MOST_POSITION else s for s in (left, right))  # pyright: ignore[reportReturnType]
 
 
-def chunk(argument: str, x: Any, _: Sizes) -> int | None:
+def chunk(argument: str, x: Any, _: Sizes) -> int:
     """Checks a chunk size. Sizes above 2^30 become 2^30: with either, chunks meet only at position 0."""
-    size = _integer(argument, x, 1)
-    return None if size is None else min(size, MOST_POSITION)
+    return min(whole(argument, x, 1, math.inf, "It needs an integer of at least 1, or None"), MOST_POSITION)
 
 
-def axis_names(argument: str, x: Any, _: Sizes) -> tuple[str, ...] | None:
-    return None if x is None else axes.names(x, argument)
+def axis_names(argument: str, x: Any, _: Sizes) -> tuple[str, ...]:
+    return axes.names(x, argument)
 
 
 def static(argument: str, x: Any) -> Any:
@@ -157,15 +152,6 @@ def static(argument: str, x: Any) -> Any:
             argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
         )
     return x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.ndim(x) == 0 else x
-
-
-def _integer(argument: str, x: Any, least: int) -> int | None:
-    if x is None:
-        return None
-    x = static(argument, x)
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < least:
-        raise InputError(argument, f"got {x!r}", f"It needs an integer of at least {least}, or None")
-    return int(x)
 
 
 def _number(argument: str, x: Any, wanted: str, accepts: Callable[[Any], bool]) -> float | None:
@@ -198,17 +184,12 @@ def probability(argument: str, x: Any, _: Sizes | None = None) -> float:
     return _number(argument, x, wanted, lambda p: p == 0 or 2**-16 <= p < 1) or 0.0
 
 
-def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
+def seed(argument: str, x: Any, _: Sizes) -> jax.Array:
     """The dropout seed as uint32; a negative integer gets 2^32 added."""
-    if x is None:
-        return None
-    whole = isinstance(x, int) and not isinstance(x, bool)
-    found = arrays.as_array(argument, 0 if whole else x)
-    if found.ndim or not jnp.issubdtype(found.dtype, jnp.integer):
-        raise InputError(argument, f"has shape {found.shape} and dtype {found.dtype}", "It needs one integer")
-    given = np.asarray(x, object) if whole else as_given(argument, x)
-    fitting(argument, given, SEED)
-    return jnp.asarray(found if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
+    given = integers(argument, x, SEED)
+    if given.ndim:
+        raise InputError(argument, f"has shape {given.shape}", "It needs one integer")
+    return jnp.asarray(given if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
 
 
 def flag(argument: str, x: Any, _: Sizes | None = None) -> bool:
@@ -225,15 +206,13 @@ def strategy(argument: str, x: Any, _: Sizes) -> str:
     return x
 
 
-def balance(argument: str, x: Any, _: Sizes) -> str | None:
-    if x not in (None, "zigzag"):
+def balance(argument: str, x: Any, _: Sizes) -> str:
+    if x != "zigzag":
         raise InputError(argument, f"got {x!r}", "Pass 'zigzag', or None to compute in the order of the layout")
     return x
 
 
-def precision(argument: str, x: Any, _: Sizes) -> str | None:
-    if x is None:
-        return None
+def precision(argument: str, x: Any, _: Sizes) -> str:
     name = x.name.lower() if isinstance(x, jax.lax.Precision) else x
     if not isinstance(name, str) or name not in PRECISIONS:
         known = ", ".join(repr(p) for p in PRECISIONS)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the backend of a validated call, and runs a rank's call on it."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,30 +12,13 @@ from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
-from ..errors import DerivativeError, InputError
+from ..errors import InputError
 from ..placement.arrays import cleaned
 from ..placement.platforms import platform_of
 from ..strategies.run import run, settled
 from ..tuning.choice import with_parameters
+from .entry import reverse_mode_only
 from .options import head_sizes, needs
-
-
-def _no_forward_rule() -> Exception:
-    return DerivativeError(
-        "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
-        "derivatives in reverse mode (grad, vjp, jacrev)"
-    )
-
-
-@contextlib.contextmanager
-def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Iterator[None]:
-    """Replaces JAX's error about forward mode by `ours()`, but not in a function that `jax.jit` traced before."""
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise ours() from error
 
 
 def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
@@ -45,10 +27,10 @@ def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
     return select(backend, needs(call), platform, head_sizes(call))
 
 
-@reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for a rank's call. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
+    call = call if call.check is None else call.check(call)
     call = dataclasses.replace(call, strategy=settled(registration, call))
     if backend.kernel is None:
         for name in ("balance", "return_max_logits"):
@@ -81,8 +63,10 @@ def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
 
     `cleaned` and `where` serve only to keep cotangents of padding out of that function's backward pass.
     """
-    q_ids, result = call.q_segment_ids, kernel(**call.options())
-    if not call.return_lse or q_ids is None:
-        return result if q_ids is None else cleaned(result, q_ids)
+    ids, result = call.q_segment_ids, kernel(**call.options())
+    if ids is None:
+        return result
+    if not call.return_lse:
+        return cleaned(result, ids)
     out, lse = result
-    return cleaned(out, q_ids), jnp.where(q_ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
+    return cleaned(out, ids), jnp.where(ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))

@@ -46,7 +46,7 @@ def refuse_sharded(ring: tuple[str, ...], given: Mapping[str, Any]) -> None:
 
 def _tracked(ring: tuple[str, ...]) -> frozenset[str]:
     """The axes of the ring over which JAX tracks whether an array varies. Axes of size 1 do not count."""
-    large = {name for name in ring if axes.size("axis_name", (name,)) > 1}
+    large = {name for name in ring if axes.size((name,)) > 1}
     return axes.tracked() & large if large else frozenset()
 
 
@@ -81,7 +81,7 @@ def own_key_heads(query: jax.Array, x: jax.Array, head_axes: tuple[str, ...]) ->
     number does not divide the number of this rank's query heads. Every head of the result serves
     equally many query heads.
     """
-    ranks, heads, given = axes.size("head_axis_name", head_axes), query.shape[2], x.shape[2]
+    ranks, heads, given = axes.size(head_axes, "head_axis_name"), query.shape[2], x.shape[2]
     over = axes.tracked() & set(head_axes)
     whole = over & axes.varying(query) and not over & axes.varying(x) if over else heads % given
     if not whole or heads * ranks % given:

@@ -15,17 +15,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ..backends.discovery import Registration
-from ..contract.call import Call
-from ..contract.wide import with_wide_gradient
+from ..contract.call import ARRAYS, Call
 from ..errors import InputError, RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import pieces
 from ..placement.mesh import of_context, over_explicit, ranks_of
 from ..tuning import choice
-from .dispatch import answer, chosen, reverse_mode_only
+from .dispatch import answer, chosen
 from .mesh_roles import roles_of
-from .options import ARRAYS
 from .shard_map import refuse_unnamed_axes
 from .tracked import within_tracked
 
@@ -40,9 +38,8 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
     return found if call.expand is None else found | {"latents": roles.spec(arrays.KeyIds), "expand_params": P()}
 
 
-@reverse_mode_only()
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
-    """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
+    """Runs a call on global arrays: pads and shards them, runs `work` on every rank, cuts padding from the result."""
     length, given = call.query.shape[1], call
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
@@ -84,7 +81,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     more = (-call.query.shape[1] % chunks, -call.key.shape[1] % chunks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
     if more != (0, 0) or copies > 1:
-        # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
+        # JAX does not pad an axis that explicit mesh axes split (benchmarks/upstream/resize_explicit_axis.py).
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         given: dict[str, Any] = {
             name: over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()
@@ -108,13 +105,14 @@ def over_shards(
         placed[name] = [_placed(x, mesh, split[name]) for x in getattr(call, name)]
     options = dataclasses.replace(call, **dict.fromkeys((*ARRAYS, "latents", "expand_params")))
     out_specs = tuple(roles.spec(kind) for kind in call.results.values())
-    shards = Shards(work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name))
-    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        return _run(shards, placed)
+    program = Program(
+        work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name)
+    )
+    return _run(program, placed)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class Program:
     """The static part of a call on global arrays. Calls with equal static parts compile once.
 
     `options` is the call without its arrays. Kernel parameters are chosen while the call is traced; `state` changes
@@ -136,23 +134,21 @@ class Shards:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(shards: Shards, placed: Arrays) -> tuple[jax.Array, ...]:
+def _run(program: Program, placed: Arrays) -> tuple[jax.Array, ...]:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
-    mesh, in_specs, out_specs = shards.mesh, dict(shards.in_specs), shards.out_specs
+    mesh, in_specs, out_specs = program.mesh, dict(program.in_specs), program.out_specs
     if axes.tracked():
-        return within_tracked(shards.of_rank, mesh, in_specs, out_specs)(placed)
+        return within_tracked(program.of_rank, mesh, in_specs, out_specs)(placed)
     # check_vma=False: Triton and Pallas kernels do not declare over which axes results vary.
     free = set(mesh.axis_names) - axes.manual()
     return jax.shard_map(
-        shards.of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
+        program.of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
     )(placed)
 
 
 def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
     """Repeats every key head `copies` times, so that ranks share no head. Sums gradients of copies in float32."""
-    if copies == 1:
-        return x
-    return with_wide_gradient(x, lambda x: jnp.repeat(x, copies, 2)).astype(x.dtype)
+    return x if copies == 1 else jnp.repeat(x.astype(jnp.float32), copies, 2).astype(x.dtype)
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
@@ -164,7 +160,10 @@ def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to a batch."""
+    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to the batch.
+
+    `benchmarks/upstream/device_put_in_vmap.py` shows it.
+    """
     put = jax.custom_batching.custom_vmap(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
     put.def_vmap(lambda size, batched, x: (_put(x, mesh, P(None, *spec)), True))
     return put(x)
@@ -191,7 +190,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         whole = call.query.shape[1] != 1
         widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
         if any(width for _, width in widths):
-            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
+            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith(("_ids", "check_positions")) else 0)
     if call.latents is not None:
         grown["latents"] = [jnp.pad(x, [(0, 0), (0, keys), *[(0, 0)] * (x.ndim - 2)]) for x in call.latents]
     return dataclasses.replace(call, **grown)

@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
+from ..contract.call import ARRAYS
 from ..contract.varying import align, axes_of
 from ..placement import axes
 from ..ring.remat import LSE_NAME
-from .options import ARRAYS
 
 Arrays = dict[str, jax.Array]
 
@@ -23,10 +23,10 @@ def within_tracked(
 ) -> Callable[[Arrays], Any]:
     """Wraps `of_rank` in a `shard_map` over the axes of `mesh` that no surrounding `shard_map` has made manual.
 
-    JAX cannot differentiate such a nested `shard_map`: it splits the residuals over the axes of the outer `shard_map`
-    too, and fails. So the forward pass and the backward pass are two `shard_map`s, and a `custom_vjp` hands the
-    residuals from one to the other. The residuals vary over all axes that split the output, so the inputs are made to
-    vary over these axes from the start.
+    JAX cannot differentiate such a nested `shard_map` (benchmarks/upstream/nested_shard_map.py): it splits the
+    residuals over the axes of the outer `shard_map` too. So the forward pass and the backward pass are two
+    `shard_map`s, and a `custom_vjp` hands the residuals from one to the other. The residuals vary over all axes that
+    split the output, so the inputs are made to vary over these axes from the start.
 
     For the same reason JAX fails if it splits the forward pass in two, for `jax.checkpoint` or to hoist constants out
     of a `lax.scan`. So the forward pass is one operation, which JAX cannot split (`_undivided`).

@@ -2,12 +2,14 @@
 """Checks that the arguments of a call fit together, and makes the call in canonical form."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 import numpy as np
 
+from ..backends.discovery import tool
 from ..contract.call import Call
 from ..contract.visibility import bounds
 from ..errors import InputError
@@ -18,6 +20,7 @@ from .checks import Sizes, refuse_misfit
 from .options import canonical
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
+CHECK: Final = "RINGATTN_CHECK"
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
@@ -46,7 +49,8 @@ def fitted(
     """
     found, sizes = _operands(operands, given, ranks, whole_queries)
     q, k, v = found.values()
-    options = canonical(given, sizes)
+    checks = _checks()
+    options = canonical({**given, "check_positions": given.get("check_positions") if checks else None}, sizes)
     _pair(options, ("q_segment_ids", "kv_segment_ids"), q, k)
     if options.get("query_offset") is None:
         _pair(options, ("q_positions", "kv_positions"), q, k)
@@ -70,7 +74,15 @@ def fitted(
         )
         refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
         refuse_unnamed_axes(call)
-    return call, sizes
+    return checks.watched(call, of_cache="key_cache" in operands) if checks else call, sizes
+
+
+def _checks() -> Any:
+    """The module that checks calls at run time if `RINGATTN_CHECK=1`; `None` if the variable is 0 or unset."""
+    said = os.environ.get(CHECK, "").strip() or "0"
+    if said not in ("0", "1"):
+        raise InputError(f"environment variable {CHECK}", f"got {said!r}", "Set it to 1 or 0, or unset it")
+    return tool("check", f"{CHECK}=1") if said == "1" else None
 
 
 def _operands(
@@ -101,7 +113,7 @@ def _operands(
     _refuse_misfits(found)
     if ranks is None:
         ranks, _, head_ranks = (
-            axes.size(name, named) for name, named in zip(AXIS_NAMES, (ring, batch, heads), strict=True)
+            axes.size(named, name) for name, named in zip(AXIS_NAMES, (ring, batch, heads), strict=True)
         )
         head_axes = heads
     q, k, _ = found.values()
@@ -139,7 +151,7 @@ def _refuse_misfits(given: dict[str, jax.Array]) -> None:
 
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:
-    """If only one array of a pair is given, uses it for both; raises unless there are as many queries as keys."""
+    """If one array of a pair is missing, the other serves both. Raises if queries and keys are not equally many."""
     missing = [name for name in names if found.get(name) is None]
     if len(missing) != 1:
         return

@@ -40,7 +40,7 @@ def _folding(method: Callable[..., Any], differentiated: Sequence[str] = ()) -> 
     def rule(size: int, batched: Any, block: Block, *arrays: Any) -> tuple[Any, Any]:
         if batched[0].head_index:
             return _one_by_one(call, size, batched, block, *arrays)
-        # The rule reads every array with the vmapped axis in front; XLA drops the copies that nothing uses.
+        # Every array gets the vmapped axis in front; one without it is repeated. XLA drops copies that nothing reads.
         each: Any = jax.tree.map(
             lambda is_batched, x: x if is_batched else jnp.broadcast_to(x, (size, *x.shape)),
             list(batched),

@@ -2,6 +2,7 @@
 """A call in canonical form: validation makes it, and backends read it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -13,7 +14,6 @@ from ..placement import arrays
 from .expansion import Expansion
 from .rule import Rule
 from .signature import OF_CORE
-from .wide import with_wide_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Call:
     pairs or not at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis
     splits the axis. With `balance` and layout "zigzag", shards are folded (`Shards.folded`). `wide`, which is no
     argument, names arrays that were converted to float32 so that their gradients are summed in float32. Kernels get
-    these arrays in the dtype of the queries (`narrowed`).
+    these arrays in the dtype of the queries (`narrowed`). `check` is what `RINGATTN_CHECK=1` does with the call of each
+    rank: it returns the same call, without `check` and `check_positions`.
 
     With `expand`, the arrays in `latents` travel, and a rank computes keys and values from them on arrival. `key` and
     `value` then serve for their shapes only, and under `jax.jit` XLA does not compute them.
@@ -67,12 +68,14 @@ class Call:
     balance: str | None = None
     return_max_logits: bool = False
     wide: tuple[str, ...] = ()
+    check_positions: arrays.QueryPositions | None = None
+    check: Callable[["Call"], "Call"] | None = None
     expand: Expansion | None = None
     latents: list[jax.Array] | None = None
     expand_params: list[jax.Array] | None = None
 
     def widened(self, **arrays: jax.Array) -> "Call":
-        """The call with these float32 `arrays`, made by `with_wide_gradient`.
+        """The call with these float32 `arrays`, whose gradients are float32 too.
 
         `wide` gains the names of the arrays that were narrower before.
         """
@@ -101,7 +104,7 @@ class Call:
         named = zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
         if not any(size == 1 and arrays.broadcasts(letter) and roles.of(letter) for letter, size in named):
             return self
-        return self.widened(bias=with_wide_gradient(self.bias))
+        return self.widened(bias=self.bias.astype(jnp.float32))
 
     @property
     def travelling(self) -> Any:
@@ -173,23 +176,9 @@ def is_off(option: Any) -> bool:
     return option is None or (isinstance(option, bool | float) and not option)
 
 
-ARRAYS: Final = (
-    "query",
-    "key",
-    "value",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "softmax_aux",
-    "bias",
-    "attention_mask",
-    "q_positions",
-    "kv_positions",
-    "query_offset",
-    "alibi_slopes",
-    "dropout_seed",
-)
-"""The fields of a call that are arrays."""
-INTERNAL: Final = ("wide", "expand", "latents", "expand_params")
+ARRAYS: Final = arrays.types_of(Call)
+"""The type of every array of a call, with its axis letters, by name. (`latents` and `expand_params` are lists.)"""
+INTERNAL: Final = ("wide", "expand", "latents", "expand_params", "check_positions", "check")
 """The fields of a call that are no arguments of a backend's own ring function."""
 _DATA = [*ARRAYS, "latents", "expand_params"]
 _STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in _DATA]

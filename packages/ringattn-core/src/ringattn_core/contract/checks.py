@@ -33,8 +33,8 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     """`kernel.backward(block, *arrays)`; raises if a gradient is missing or has a wrong shape or dtype.
 
-    Gradients of a block with `final` are converted to the dtypes of its inputs: `vmap` must not change a dtype, but its
-    rule (`batching`) may run the kernel on a block that is not final, and the kernel then returns float32.
+    If `block.final`, the gradients get the dtypes of the inputs. Under `vmap`, the kernel may have run on a block that
+    is not final (`batching`) and returned float32; `vmap` must not change a dtype.
     """
     result = kernel.backward(block, *arrays)
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}

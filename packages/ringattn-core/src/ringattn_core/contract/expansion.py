@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ..errors import InputError, RingAttnError, in_one_line
 from ..placement.arrays import as_array
-from .wide import with_wide_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ def expansion(function: Any, x: Any, params: Any) -> tuple[Expansion, list[jax.A
         remedy = "With expand, every array needs the axes B and S first, and one must hold floating-point numbers"
         raise InputError("key", f"has {shapes}", remedy)
     _refuse_wrong_result(function, x, params, *tokens)
-    wide = [with_wide_gradient(leaf) if _differentiable(leaf) else leaf for leaf in leaves]
+    wide = [leaf.astype(jnp.float32) if _differentiable(leaf) else leaf for leaf in leaves]
     return Expansion(function, (of_x, of_params), tuple(leaf.dtype for leaf in leaves)), latents, wide
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 
 from ..errors import KernelError
 from .features import Feature
-from .merge import merge, merging
+from .merge import merged, merging
 from .ordering import later_than_its_send
 from .protocol import Block, BlockKernel, Gradients, Partial
 from .rule import Rule
@@ -108,7 +108,7 @@ class _FlashKernel:
         return merging(self._of_block)(block, partial)
 
     def _of_block(self, block: Block) -> Partial:
-        return functools.reduce(merge, (self._of_piece(block, piece) for piece in pieces(block)))
+        return merged([self._of_piece(block, piece) for piece in pieces(block)])
 
     def _of_piece(self, block: Block, piece: Piece) -> Partial:
         q, k, v = _operands(block, piece)

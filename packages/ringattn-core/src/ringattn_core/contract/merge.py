@@ -41,9 +41,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     for argument, x in (("a", a), ("b", b)):
         _refuse_misfit(argument, x, a.out.shape)
     refuse_different_devices({"a": a.out, "b": b.out})
-    lse, share_a, share_b = combined(a.lse, b.lse)
-    largest = None if a.max_logits is None or b.max_logits is None else jnp.maximum(a.max_logits, b.max_logits)
-    return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, largest)
+    return merged([a, b])
 
 
 def _arrays(argument: str, x: Any) -> Partial:
@@ -81,17 +79,17 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
     while chunks > 1:
         group = next((n for n in range(LARGEST_GROUP, 1, -1) if chunks % n == 0), chunks)
         out, lse = (x.reshape(-1, group, *x.shape[1:]) for x in (own.out, own.lse))
-        own, chunks = _merged([Partial(out[:, i], lse[:, i]) for i in range(group)]), chunks // group
+        own, chunks = merged([Partial(out[:, i], lse[:, i]) for i in range(group)]), chunks // group
     if not axis:
         return own
-    ranks = axes.size("axis_name", axis)
+    ranks = axes.size(axis)
     if scattered or ranks > _IN_ONE_SUM:
         return _summed_over(own, axis, scattered)
-    return _merged(_of_all_ranks(own, axis, ranks))
+    return merged(_of_all_ranks(own, axis, ranks))
 
 
-def _merged(parts: Sequence[Partial]) -> Partial:
-    """Merges partial results of the same queries.
+def merged(parts: Sequence[Partial]) -> Partial:
+    """Merges partial results of the same queries over different keys.
 
     Written without a reduction, so that XLA fuses the merge with the packing of its result for a collective.
     """
@@ -100,7 +98,9 @@ def _merged(parts: Sequence[Partial]) -> Partial:
     weights = [jnp.exp(part.lse - safe) for part in parts]
     total = functools.reduce(jnp.add, weights)
     out = functools.reduce(jnp.add, (part.out * _over_out(weight) for part, weight in zip(parts, weights, strict=True)))
-    return _normalised(out, total, safe)
+    known = [part.max_logits for part in parts if part.max_logits is not None]
+    max_logits = functools.reduce(jnp.maximum, known) if len(known) == len(parts) else None
+    return dataclasses.replace(_normalised(out, total, safe), max_logits=max_logits)
 
 
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[Partial]:
@@ -133,7 +133,10 @@ def _finite(largest: Float32[Array, "*x"]) -> Float32[Array, "*x"]:
 
 
 def _normalised(out: jax.Array, total: jax.Array, subtracted: jax.Array) -> Partial:
-    """The partial result from two sums, of weighted outputs and of weights `exp(lse - subtracted)`."""
+    """The partial result from two sums, of weighted outputs and of weights `exp(lse - subtracted)`.
+
+    The weights are not `exp(lse - total lse)`: at 1e4 an lse is rounded to 1e-3, and they would not add up to 1.
+    """
     return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), subtracted + jnp.log(total))
 
 
@@ -141,25 +144,9 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N sinks"] | None) -> Par
     """Adds `sinks` to the denominator of `partial`: they have weight but no value. Call once, after all hops."""
     if sinks is None:
         return partial
-    largest = jnp.max(sinks, axis=-1)
-    safe = _finite(largest)
-    total = safe + jnp.log(jnp.sum(jnp.exp(sinks - safe[:, None]), axis=-1))
-    lse = jnp.broadcast_to(total[None, :, None], partial.lse.shape)
-    merged = merge(partial, Partial(jnp.zeros_like(partial.out), lse))
-    return dataclasses.replace(merged, max_logits=partial.max_logits)
-
-
-def combined(
-    a: Float32[Array, "*#x"], b: Float32[Array, "*#x"]
-) -> tuple[Float32[Array, "*x"], Float32[Array, "*x"], Float32[Array, "*x"]]:
-    """`ln(e^a + e^b)`, and the shares of `a` and `b` in it. `-inf` is the identity, with share 0; NaN gives NaN."""
-    largest = jnp.maximum(a, b)
-    safe = _finite(largest)
-    weight_a, weight_b = jnp.exp(a - safe), jnp.exp(b - safe)
-    total = weight_a + weight_b
-    # Not exp(a - lse): at 1e4 the lse is rounded to 1e-3, and the shares would no longer add up to 1.
-    divisor = jnp.where(total == 0, 1.0, total)
-    return safe + jnp.log(total), weight_a / divisor, weight_b / divisor
+    lse = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1)[None, :, None], partial.lse.shape)
+    found = merged([partial, Partial(jnp.zeros_like(partial.out), lse)])
+    return dataclasses.replace(found, max_logits=partial.max_logits)
 
 
 def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
@@ -170,6 +157,6 @@ def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | N
     """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`."""
 
     def continued(block: Block, partial: Partial | None) -> Partial:
-        return forward(block) if partial is None else merge(partial, forward(block))
+        return forward(block) if partial is None else merged([partial, forward(block)])
 
     return continued

@@ -31,8 +31,8 @@ def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x | 0`, where the zero depends on `token` as far as a compiler can see.
 
-    XLA on CPU drops optimization barriers before it schedules. Where XLA compiles the reader of the result, it fuses
-    the `|` into the reader, and nothing is copied; where another kernel reads the result, `x` is copied.
+    XLA on CPU drops optimization barriers (benchmarks/upstream/cpu_drops_barriers.py). Where XLA compiles the reader of
+    the result, it fuses the `|` into the reader, and nothing is copied; where another kernel reads it, `x` is copied.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
@@ -71,7 +71,7 @@ def _batched(arrays: Any, axes: Any) -> Any:
 
 @functools.cache
 def _tie() -> Any:
-    """The primitive of the kernel, made at the first call: `jax.extend`, which it needs, imports Pallas."""
+    """The primitive of the empty kernel, made at the first call, as it needs `jax.extend`, which imports Pallas."""
     from .launch import launch_primitive
 
     # A program that is exported for several platforms is lowered for each, this branch included.

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from ..errors import InputError
+from ..integers import INT32, POSITION, Limits, as_given, as_int32, whole
 from ..placement import arrays, axes
 from ..placement.axes import AxisName
-from .int32 import INT32, POSITION, Limits, as_given, as_int32, size
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +71,7 @@ class MaskInfo:
         With `restart_positions` every document starts at position 0 again.
         """
         rows = _rows_of_documents(lengths)
-        total = max((int(row.sum()) for row in rows), default=0) if total is None else size("total", total)
+        total = max((int(row.sum()) for row in rows), default=0) if total is None else whole("total", total, 0)
         ids = np.full((len(rows), total), -1, np.int32)
         positions = np.zeros((len(rows), total), np.int32)
         for number, row in enumerate(rows):
@@ -115,7 +115,7 @@ class MaskInfo:
         """
         roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
         specs: dict[str, Any] = {
-            name: roles.spec(get_args(MaskInfo.__annotations__[name])[0], x.shape)
+            name: roles.spec(arrays.types_of(MaskInfo)[name], x.shape)
             for name, x in vars(self).items()
             if x is not None
         }
@@ -132,7 +132,7 @@ def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits 
 
 def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None) -> Int32[Array, "B T"]:
     array = as_given(argument, lengths)
-    longest = None if longest is None else size(limit, longest)
+    longest = None if longest is None else whole(limit, longest, 0)
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has shape {array.shape} and dtype {array.dtype}", "Pass one integer for each row")
     if not isinstance(array, jax.core.Tracer):

@@ -2,8 +2,10 @@
 """The kinds of masks: from positions, document ids, a dense array, or a function."""
 
 import dataclasses
+import functools
 import hashlib
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -15,15 +17,13 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from ..errors import InputError
+from ..integers import fitting, whole
 from .algebra import Coordinates, Mask
-from .int32 import fitting
 
 
-def _whole_number(mask: Mask, name: str, least: int) -> None:
-    x = getattr(mask, name)
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or not least <= x < 2**31:
-        what = f"{type(mask).__name__}({name}=...)"
-        raise InputError(what, f"got {x!r}", f"It needs an integer of at least {least} and below 2^31")
+def _refuse_no_integer(mask: Mask, name: str, least: int) -> None:
+    remedy = f"It needs an integer of at least {least} and below 2^31"
+    whole(f"{type(mask).__name__}({name}=...)", getattr(mask, name), least, remedy=remedy)
 
 
 def _ends(x: Any) -> tuple[Any, Any]:
@@ -31,71 +31,58 @@ def _ends(x: Any) -> tuple[Any, Any]:
     return x.min(-1), x.max(-1)
 
 
-def _first_and_last(q: Coordinates, kv: Coordinates) -> tuple[list[Coordinates], list[Coordinates]]:
-    """The least and the greatest position of each tile, for queries (as `rows`) and for keys (as `columns`).
+class _Band(Mask):
+    """A query sees the keys whose position minus its own lies in the `band` `(low, high)`; `None` is no bound.
 
-    For masks by position only: the `index` in the result is that of each tile's first token.
-    """
-    q_ends, kv_ends = ([Coordinates(end, x.index[..., 0]) for end in _ends(x.positions)] for x in (q, kv))
-    return [x.rows() for x in q_ends], [x.columns() for x in kv_ends]
-
-
-class _Monotone(Mask):
-    """A mask in which a query that sees a key sees every earlier key, and every later query sees that key too.
-
-    Earlier and later are by position. So a tile has a visible pair exactly if its last query sees its first key, and
-    all its pairs are visible exactly if its first query sees its last key.
+    In a tile it lies between the first key minus the last query, and the last key minus the first query.
     """
 
-    @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (q_first, q_last), (kv_first, kv_last) = _first_and_last(q, kv)
-        return self.visible(q_last, kv_first), self.visible(q_first, kv_last)
-
-
-@dataclasses.dataclass(frozen=True)
-class Full(_Monotone):
-    """The mask in which every query sees every key."""
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        return None, None
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return (q.index == q.index) & (kv.index == kv.index)
+        distance = kv.positions - q.positions
+        return self._in_band(distance, distance)
+
+    @override
+    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
+        (q_first, q_last), (kv_first, kv_last) = _ends(q.positions), _ends(kv.positions)
+        least = kv_first[..., None, :] - q_last[..., :, None]
+        most = kv_last[..., None, :] - q_first[..., :, None]
+        return self._in_band(most, least), self._in_band(least, most)
+
+    def _in_band(self, x: Any, y: Any) -> Any:
+        """Whether `x` is not below the band, and `y` not above it."""
+        low, high = self.band
+        sides = ([] if low is None else [x >= low]) + ([] if high is None else [y <= high])
+        return functools.reduce(operator.and_, sides or [x == x])
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(_Monotone):
+class Full(_Band):
+    """The mask in which every query sees every key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(_Band):
     """A query sees keys at most `offset` positions after it; by default none after it."""
 
     offset: int = 0
 
     def __post_init__(self) -> None:
-        _whole_number(self, "offset", -(2**31))
+        _refuse_no_integer(self, "offset", -(2**31))
 
+    @property
     @override
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return kv.positions - q.positions <= self.offset
+    def band(self) -> tuple[int | None, int | None]:
+        return None, self.offset
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix(_Monotone):
-    """Every query sees the keys at positions below `length`. A prefix language model has `Prefix(n) | Causal()`."""
-
-    length: int
-
-    def __post_init__(self) -> None:
-        _whole_number(self, "length", 0)
-
-    @override
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return (kv.positions < self.length) & (q.positions == q.positions)
-
-
-@dataclasses.dataclass(frozen=True)
-class Local(Mask):
-    """A query sees keys at most `left` positions before and `right` positions after it; `None` is unbounded.
-
-    The right side is `Causal(right)`; the left side is `Causal(left)` with queries and keys exchanged.
-    """
+class Local(_Band):
+    """A query sees keys at most `left` positions before and `right` positions after it; `None` is unbounded."""
 
     left: int | None = None
     right: int | None = None
@@ -103,23 +90,32 @@ class Local(Mask):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             if getattr(self, name) is not None:
-                _whole_number(self, name, 0)
+                _refuse_no_integer(self, name, 0)
+
+    @property
+    @override
+    def band(self) -> tuple[int | None, int | None]:
+        return None if self.left is None else -self.left, self.right
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Mask):
+    """Every query sees the keys at positions below `length`. A prefix language model has `Prefix(n) | Causal()`."""
+
+    length: int
+
+    def __post_init__(self) -> None:
+        _refuse_no_integer(self, "length", 0)
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return self._between(q, kv, q, kv)
+        return (kv.positions < self.length) & (q.positions == q.positions)
 
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (q_first, q_last), (kv_first, kv_last) = _first_and_last(q, kv)
-        some = self._between(q_last, kv_first, q_first, kv_last)
-        return some, self._between(q_first, kv_last, q_last, kv_first)
-
-    def _between(self, q: Coordinates, kv: Coordinates, q_left: Coordinates, kv_left: Coordinates) -> Any:
-        """True where `q` and `kv` are within `right`, and `q_left` and `kv_left` within `left`."""
-        right = Full() if self.right is None else Causal(self.right)
-        seen = right.visible(q, kv)
-        return seen if self.left is None else seen & Causal(self.left).visible(kv_left, q_left)
+        every = q.positions[..., :1] == q.positions[..., :1]
+        some, full = (end[..., None, :] < self.length for end in _ends(kv.positions))
+        return some & every, full & every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +125,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _whole_number(self, "size", 1)
+        _refuse_no_integer(self, "size", 1)
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:

@@ -48,10 +48,9 @@ def as_array(argument: str, x: Any) -> jax.Array:
 
 
 def cleaned(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> Shaped[Array, "B T *rest"]:
-    """`x` with zeros for padding, the tokens with a negative id; `x` itself if `ids` is `None` (no padding).
+    """`x`, a result or its cotangent, with zeros for padding: the tokens with a negative id. `ids=None` is no padding.
 
-    A masked token still enters matrix products with weight 0, and `0 * NaN` is NaN. With zeros in the padding no kernel
-    needs code for non-finite values.
+    The cotangent of padding may hold anything. It would enter matrix products with weight 0, and `0 * NaN` is NaN.
     """
     if ids is None:
         return x
@@ -66,14 +65,19 @@ def letters(array: Any, ndim: int | None = None) -> tuple[str, ...]:
 
 
 @functools.cache
-def letters_of(kind: type) -> dict[str, tuple[str, ...]]:
-    """The letters of each array field of a dataclass, from its type. Fields with several array types are left out."""
+def types_of(kind: type) -> dict[str, Any]:
+    """The array type of each array field of a dataclass. Fields with several array types are left out."""
     found = {}
     for field in dataclasses.fields(kind):
         types = [held for held in (field.type, *get_args(field.type)) if hasattr(held, "dim_str")]
         if len(types) == 1:
-            found[field.name] = letters(types[0])
+            found[field.name] = types[0]
     return found
+
+
+def letters_of(kind: type) -> dict[str, tuple[str, ...]]:
+    """The letters of each array field of a dataclass, from its type (`types_of`)."""
+    return {name: letters(array) for name, array in types_of(kind).items()}
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def names(axis: AxisName, argument: str = "axis_name") -> tuple[str, ...]:
     return found
 
 
-def size(argument: str, axis: tuple[str, ...]) -> int:
+def size(axis: tuple[str, ...], argument: str = "axis_name") -> int:
     """The number of ranks along the product of the axes; they must be bound by a `shard_map` or a `vmap`."""
     return math.prod(_size_of(argument, name) for name in axis)
 
@@ -83,7 +83,8 @@ def all_gathered(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: in
     """The arrays `x` of all ranks, concatenated along axis `dim` in the order of `coordinate`; `rank` is this rank."""
     if bound(axis):
         return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
-    # JAX cannot gather over the axis name of a `vmap` in a backward pass, but it can sum over it.
+    # In a backward pass JAX can sum over the axis name of a `vmap`, but not gather over it
+    # (benchmarks/upstream/gather_in_backward.py).
     length = x.shape[dim]
     zeros = jnp.zeros((*x.shape[:dim], ranks * length, *x.shape[dim + 1 :]), x.dtype)
     return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, rank * length, dim), axis)
@@ -100,8 +101,8 @@ def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: i
 def permuted(x: Array, axis: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
     """What this rank receives when the first rank of each pair sends `x` to the second.
 
-    `coordinate` counts ranks in the order of the names given. `ppermute` counts in the order of the mesh, whatever the
-    order of its names, and newer versions of JAX refuse names in another order.
+    `coordinate` counts ranks in the order of the names given. `ppermute` of JAX 0.10 counts in the order of the mesh,
+    and later versions refuse names in another order (benchmarks/upstream/permute_by_axis_order.py).
     """
     mesh_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axis)
     if len(axis) > 1 and set(mesh_order) == set(axis):

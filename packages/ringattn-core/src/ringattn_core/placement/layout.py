@@ -57,7 +57,7 @@ def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Arra
 
 
 def to_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
-    """The inverse of `of_neighbours`."""
+    """Splits an ordered shard into those of `shards` neighbouring ranks again: the inverse of `of_neighbours`."""
     if layout == "contiguous" or shards == 1:
         return x
     before, after, length = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // shards
@@ -94,6 +94,18 @@ class Shards:
         """The global index of each token of a sequence of this length, in layout order: rank by rank."""
         steps = np.arange(length // self.count, dtype=np.int32)
         return self._indices(np.arange(self.count, dtype=np.int32)[:, None], steps, np.where).reshape(-1)
+
+    def place_of(self, index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+        """The rank that holds the token with this global index, and the token's number in that rank's shard.
+
+        The inverse of `indices`, for shards of `length` tokens that are neither `folded` nor striped in longer runs.
+        """
+        if self.layout == "striped":
+            return index % self.count, index // self.count
+        run = length // pieces(self.layout)
+        chunk, entry = index // run, index % run
+        second = chunk >= self.count  # in zigzag order, a run of the back half: the second of its rank
+        return jnp.where(second, 2 * self.count - 1 - chunk, chunk), entry + jnp.where(second, run, 0)
 
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:
         """Entries of `x` for the tokens of `rank`, in the rank's order; the last axis of `x` is in natural order."""

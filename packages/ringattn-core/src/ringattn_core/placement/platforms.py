@@ -40,7 +40,7 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
 
 
 def refuse_different_devices(arrays: Mapping[str, Any]) -> None:
-    """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` is by name."""
+    """Raises if the caller put arrays, given by name, on different devices: one program cannot read them all."""
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         return  # to a traced program the other arrays are constants, which have no device
     first = None

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..errors import InputError, MeshError
+from ..integers import whole
 from . import axes
 from .arrays import as_array
 from .layout import Shards, canonical, refuse_indivisible
@@ -70,12 +71,11 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
     x = x if isinstance(x, np.ndarray) else as_array("x", x)
     mesh, over = _ring_of(*ring, x)
     ranks = ranks_of(mesh, over) if over else ring_size
-    ring_size = ranks if ring_size is None else ring_size
-    if not is_integer(ring_size) or ring_size < 1 or ring_size != ranks:
-        remedy = f"Pass {ranks}, the ranks of axis_name={over}" if over else "Pass the number of ranks, 1 or more"
+    remedy = f"Pass {ranks}, the ranks of axis_name={over}" if over else "Pass the number of ranks, 1 or more"
+    ring_size = whole("ring_size", ranks if ring_size is None else ring_size, 1, remedy=remedy)
+    if ring_size != ranks:
         raise InputError("ring_size", f"got {ring_size!r}", remedy)
-    if not is_integer(axis) or not -x.ndim <= axis < x.ndim:
-        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
+    axis = whole("axis", axis, -x.ndim, x.ndim - 1, f"Pass the axis of the sequence, below {x.ndim}") % x.ndim
     if layout == "contiguous":
         return x
     refuse_indivisible("x", x.shape[axis], layout, ring_size)
@@ -83,7 +83,6 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
     index = np.argsort(index, kind="stable") if inverse else index
     if isinstance(x, np.ndarray):
         return np.take(x, index, axis)
-    axis %= x.ndim
     mesh, spec = _sharding_of(x, axis, mesh, over)
     over, length = axes.names(spec[axis]), x.shape[axis] // ring_size
     split = over and ranks_of(mesh, over) == ring_size
@@ -96,10 +95,6 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
 
     named = {name for entry in spec for name in axes.names(entry)} - axes.manual()
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=named))(x)
-
-
-def is_integer(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[str, ...]]:

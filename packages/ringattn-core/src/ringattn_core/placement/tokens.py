@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..errors import InputError, MeshError
+from ..integers import whole
 from . import axes
 from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
 from .layout import Shards, canonical, pieces, refuse_indivisible
 from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes, sharding_of
-from .reorder import is_integer, to_layout
+from .reorder import to_layout
 
 
 def shift(
@@ -49,7 +50,7 @@ def shift(
         layout: As in `ring_attention`.
         fill: The entry where there is no such token.
     """
-    x, places = as_array("x", x), (_integer("n", n),)
+    x, places = as_array("x", x), (whole("n", n, -(2**31), remedy="Pass an integer: how many places later"),)
     ring = _Ring.of("x", x, axis_name, mesh, layout)
     return _moved(ring, x, segment_ids, places, fill, "n")[0]
 
@@ -66,8 +67,8 @@ def halo(
     """`x` and the `width` tokens before each token: `width + 1` arrays like `x`, the farthest token first, `x` last.
 
     So `sum(w * y for w, y in zip(weights, halo(x, 3)))` is a causal convolution over four tokens. Entries before the
-    start of the sequence, or of another segment, are 0, as are those of padding. A rank sends `width` tokens, once; in
-    the striped layout, its shard for each token of `width`. Differentiable.
+    start of the sequence, or of another segment, are 0, as are those of padding. A rank sends `width` tokens in
+    one message; in the striped layout, its whole shard up to `width` times. Differentiable.
 
     Args:
         x: An array of tokens, `[B, T, ...]`, in the order of `layout`.
@@ -77,8 +78,7 @@ def halo(
         mesh: As in `shift`.
         layout: As in `ring_attention`.
     """
-    if _integer("width", width) < 0:
-        raise InputError("width", f"got {width}", "Pass how many tokens before each one are needed, 0 or more")
+    width = whole("width", width, 0, remedy="Pass how many tokens before each one are needed, 0 or more")
     x, places = as_array("x", x), tuple(range(-width, 1))
     return _moved(_Ring.of("x", x, axis_name, mesh, layout), x, segment_ids, places, 0, "width")
 
@@ -183,12 +183,6 @@ def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def _integer(argument: str, value: Any) -> int:
-    if not is_integer(value):
-        raise InputError(argument, f"got {value!r}", "Pass an integer that is known before tracing")
-    return int(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Ring:
     """The ring that splits the tokens of a call. `names` are its mesh axes; `mesh` is `None` if arrays are local."""
@@ -205,7 +199,7 @@ class _Ring:
         mesh = of_arrays(mesh, ring, (x,)) if ring and not axes.bound(ring) else None
         if mesh is not None:
             refuse_unknown_axes("axis_name", ring, mesh)
-        ranks = axes.size("axis_name", ring) if mesh is None else ranks_of(mesh, ring)
+        ranks = axes.size(ring) if mesh is None else ranks_of(mesh, ring)
         if x.ndim < 2:
             raise InputError(argument, f"has shape {x.shape}", "Pass an array [B, T, ...]")
         refuse_indivisible(argument, x.shape[1] * (ranks if mesh is None else 1), layout, ranks)
@@ -235,7 +229,8 @@ class _Ring:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _over_shards(ring: _Ring, work: Callable[..., Any], options: Any, specs: tuple[P, ...], *arrays: Any) -> Any:
     manual = {name for entry in specs[0] for name in axes.names(entry)}
-    # JAX cannot shard residuals of a `shard_map` over automatic axes inside another one; this leaves only arguments.
+    # JAX cannot shard residuals of a `shard_map` inside another one (benchmarks/upstream/nested_shard_map.py). A
+    # checkpoint makes the arguments the residuals.
     local = jax.checkpoint(functools.partial(work, ring, *options))
     return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)
 
@@ -309,17 +304,7 @@ def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.A
 def _write(ring: _Ring, held: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
     """The work of `write_cache` on one rank's shard of a cache."""
     length = held.shape[1]
-    rank, slot = _entry(ring, length, at)
+    rank, slot = Shards(ring.layout, ring.ranks).place_of(at, length)
     own = (rank == axes.coordinate(ring.names)) & (at >= 0) & (at < ring.ranks * length)
     slots = jnp.where(own, slot, length)  # beyond the shard: dropped
     return jax.vmap(lambda row, new, slot: row.at[slot].set(new, mode="drop"))(held, x.astype(held.dtype), slots)
-
-
-def _entry(ring: _Ring, length: int, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rank that holds a token, and its entry there, from its index in a sequence with shards of `length`."""
-    if ring.layout == "striped":
-        return at % ring.ranks, at // ring.ranks
-    run = length // pieces(ring.layout)
-    chunk, entry = at // run, at % run
-    second = chunk >= ring.ranks  # in zigzag order, the second run of its rank
-    return jnp.where(second, 2 * ring.ranks - 1 - chunk, chunk), entry + jnp.where(second, run, 0)

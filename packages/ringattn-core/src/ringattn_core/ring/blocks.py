@@ -13,7 +13,7 @@ from ..contract.expansion import Expansion
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_static_masks
 from ..placement.layout import Shards
-from .plan import Level, source
+from .plan import Level, owner_rank
 from .sends import KV, after_on_cpu
 
 
@@ -23,8 +23,8 @@ class Ring:
 
     kernel: BlockKernel
     axis: tuple[str, ...]
-    queries: Shards
-    keys: Shards
+    query_shards: Shards
+    key_shards: Shards
     """How keys are sharded: like queries, or one shard in natural order if each rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
     """The loops of the ring, innermost first; empty if no rank needs another's keys, or if ranks gather all keys."""
@@ -34,12 +34,12 @@ class Ring:
     @property
     def gathers(self) -> bool:
         """Whether each rank gathers the keys of all ranks, and computes one block with them."""
-        return self.keys.count < self.queries.count
+        return self.key_shards.count < self.query_shards.count
 
     @property
     def passes_on(self) -> bool:
-        """Whether ranks pass keys on, packed in one array with values; a rank's own keys are then packed too."""
-        return self.expand is None and any(not level.straight for level in self.levels)
+        """Whether keys go from neighbour to neighbour: keys and values are then in one array, a rank's own too."""
+        return self.expand is None and any(not level.direct for level in self.levels)
 
 
 @jax.tree_util.register_dataclass
@@ -65,18 +65,18 @@ class Location:
 
 def owner(ring: Ring, location: Location, offset: Any) -> Any:
     """The number of the shard whose keys have travelled `offset` to this rank."""
-    return 0 if ring.gathers else source(ring.levels, location.rank, offset)
+    return 0 if ring.gathers else owner_rank(ring.levels, location.rank, offset)
 
 
-def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Block:
+def block_of(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Block:
     """The `Block` of this rank's queries against the keys in `kv`, which have travelled `offset` (see `plan.Hop`).
 
-    `call` has the segment ids and positions of the keys of all ranks.
+    `call` has the segment ids and positions of the keys of all ranks (`whole_keys.with_all_ids`).
     """
     shard = owner(ring, location, offset)
-    length = KV(call.travelling).length * (ring.queries.count // ring.keys.count)
-    q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
-    kv_index = _of_rows(kv, ring.keys.indices(shard, length)[None])
+    length = KV(call.travelling).length * (ring.query_shards.count // ring.key_shards.count)
+    q_index = ring.query_shards.indices(location.rank, call.query.shape[1])[None]
+    kv_index = _of_rows(kv, ring.key_shards.indices(shard, length)[None])
     query_offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
 
     def of_keys(x: jax.Array | None) -> Any:
@@ -85,7 +85,7 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
     def columns(x: jax.Array | None) -> Any:
         """The columns of these keys, from an array over all keys in natural order."""
-        return x if x is None else _of_rows(kv, ring.keys.columns(x, shard))
+        return x if x is None else _of_rows(kv, ring.key_shards.columns(x, shard))
 
     return Block(
         q=call.query,
@@ -110,13 +110,13 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start: int) -> jax.Array:
     """`whole` with `part` written to the columns of the keys of `shard`, from the shard's row `start` on.
 
-    The last axis of `whole` has all keys, in natural order. The columns of the shard's other keys become 0, because no
-    other hop has keys of this shard.
+    The last axis of `whole` has all keys, in natural order. The shard's other columns become 0: no other hop
+    computes with this shard, so nothing else has written them.
     """
-    missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
+    missing = whole.shape[-1] // ring.key_shards.count - part.shape[-1]
     if missing:
         part = jnp.pad(part, ((0, 0),) * (part.ndim - 1) + ((start, missing - start),))
-    return ring.keys.put_columns(whole, part, shard)
+    return ring.key_shards.put_columns(whole, part, shard)
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
@@ -126,5 +126,5 @@ def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
 
 
 def _keys_from(layout: str, offset: Any) -> str:
-    """The value of `Block.keys_from`. The offset of a rank's own keys is always the integer 0, never traced."""
+    """The value of `Block.keys_from`. Only the offset of a rank's own keys is the Python integer 0."""
     return "own" if isinstance(offset, int) and offset == 0 else layout

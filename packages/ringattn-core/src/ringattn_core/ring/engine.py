@@ -32,10 +32,8 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
     ring, location = prepared(kernel, call, None, gathers, stripe)
     if call.expand is not None:
         call = dataclasses.replace(call, key=None, value=None)
-    # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
-    with jax.debug_infs(False):
-        # Replicated inputs are aligned, so that JAX sums their gradients.
-        return _attend(ring, *align((call, location), axes_of(call, location)))
+    # Replicated inputs are aligned, so that JAX sums their gradients.
+    return _attend(ring, *align((call, location), axes_of(call, location)))
 
 
 def prepared(
@@ -47,7 +45,7 @@ def prepared(
     mesh axes `call.axis_name`. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
     """
     axis = () if place else call.axis_name or ()
-    rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
+    rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
     shards = Shards(call.layout, math.prod(sizes), stripe, folded=call.balance is not None)
     lengths = call.query.shape[1], call.key.shape[1]
     location = Location(
@@ -58,8 +56,8 @@ def prepared(
     ring = Ring(
         kernel,
         axis,
-        queries=shards,
-        keys=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
+        query_shards=shards,
+        key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
         levels=() if gathers else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
         expand=call.expand,
     )

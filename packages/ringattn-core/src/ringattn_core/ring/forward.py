@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass round the ring: each hop sends keys for the next hop while the kernel uses the keys at hand."""
+"""The forward pass round the ring: each hop sends keys for the next hop while the kernel uses the keys at hand.
+
+`docs/architecture.md` follows one hop with shapes.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from ..contract.expansion import Expansion
 from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import whole_keys
-from .blocks import Location, Ring, block
+from .blocks import Location, Ring, block_of
 from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
 from .sends import KV, after, packed, sent
@@ -30,7 +33,7 @@ class Result(NamedTuple):
     max_logits: Float32[Array, " N"] | None = None
 
 
-Body = Callable[[KV, Any, Partial | None], Partial]
+ForwardBody = Callable[[KV, Any, Partial | None], Partial]
 """`body(kv, offset, partial)` continues `partial` with the keys `kv`, which have travelled `offset` to this rank. It is
 a kernel, or the loop over an inner mesh axis of the ring."""
 
@@ -38,7 +41,7 @@ a kernel, or the loop over an inner mesh axis of the ring."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass reads: `out` and `lse` as returned. `call` has the key ids and positions of all ranks."""
+    """What the backward pass reads: the call, with the key ids and positions of all ranks, and the results."""
 
     call: Call
     location: Location
@@ -52,11 +55,10 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
     def one_block(kv: KV, offset: Any, partial: Partial | None) -> Partial:
-        here = location.after_on_cpu(partial and partial.lse)
-        visited = block(ring, call, here, kv, offset)
-        return kernel(dataclasses.replace(visited, final=not ring.levels and call.softmax_aux is None), partial)
+        block = block_of(ring, call, location.after_on_cpu(partial and partial.lse), kv, offset)
+        return kernel(dataclasses.replace(block, final=not ring.levels and call.softmax_aux is None), partial)
 
-    body: Body = one_block if ring.expand is None else expanded(ring.expand, call.expand_params, one_block)
+    body: ForwardBody = one_block if ring.expand is None else expanded(ring.expand, call.expand_params, one_block)
     for level in ring.levels:
         body = around(level, body)
     if ring.gathers:
@@ -68,24 +70,24 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     return Result(out, lse, max_logits), Residuals(call, location, out, lse)
 
 
-def around(level: Level, body: Body) -> Body:
+def around(level: Level, body: ForwardBody) -> ForwardBody:
     """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own first."""
 
-    def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
+    def loop(own: KV, outer_offset: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
             # The send and the kernel of this hop start after the kernel of the hop before.
             kv = after(kv, partial and partial.lse)
-            keys_out = after(own, partial and partial.lse) if level.straight else kv
-            keys_in = sent(level, keys_out, hop.keys)
-            return keys_in, body(kv, base + hop.offset, partial)
+            keys_out = after(own, partial and partial.lse) if level.direct else kv
+            keys_in = sent(level, keys_out, hop.key_send)
+            return keys_in, body(kv, outer_offset + hop.offset, partial)
 
-        return level.each(one_hop, (own, partial), level.forward)[1]
+        return level.each(one_hop, (own, partial), level.forward_hops)[1]
 
     return loop
 
 
-def expanded(expand: Expansion, params: Any, body: Body) -> Body:
+def expanded(expand: Expansion, params: Any, body: ForwardBody) -> ForwardBody:
     """Calls `body` with the keys and values that `expand` computes from the arrays that are here."""
 
     def on_arrival(latents: KV, offset: Any, partial: Partial | None) -> Partial:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -34,14 +35,14 @@ class Send(NamedTuple):
 class Hop(NamedTuple):
     """One hop: how far the keys that this rank computes with have travelled, and what it sends meanwhile.
 
-    `offset` is a mixed-radix number: its digit for a `Level` says how many ranks of that level the keys have travelled.
-    `source` converts it to the rank that owns the keys. `keys` is the send of the next hop's keys, and `gradients` that
-    of the gradients from the hop before; `None` sends nothing.
+    `offset` is the distance that the keys have travelled, in ranks of the whole ring, summed over the levels.
+    `owner_rank` converts it to the rank that owns the keys. `key_send` sends the keys of the next hop, `gradient_send`
+    the gradients of the hop before; `None` sends nothing.
     """
 
     offset: Any
-    keys: Send | None
-    gradients: Send | None = None
+    key_send: Send | None
+    gradient_send: Send | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,48 +65,47 @@ class Level:
     """For each hop, the first row of a shard that some rank sees at that hop, and one more than the last."""
 
     @property
-    def straight(self) -> bool:
-        """Whether keys come straight from their owner, and are not passed on from rank to rank."""
+    def direct(self) -> bool:
+        """Whether each hop's keys come directly from the rank that owns them, not from neighbour to neighbour."""
         return self.rows is not None
 
     @property
-    def forward(self) -> tuple[Hop, ...]:
-        """The hops of the forward pass, the hop with this rank's own keys first."""
-        return tuple(Hop(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.distances)))
+    def offsets(self) -> tuple[int, ...]:
+        """How far the keys of each hop have travelled, counted in ranks of the whole ring."""
+        return tuple(distance * self.stride for distance in self.distances)
 
     @property
-    def first(self) -> Send:
-        """The send that brings the keys of the first hop of the backward pass; it starts before that hop."""
-        return Send(self.distances[1], self.rows[1] if self.rows else None)
-
-    @property
-    def backward(self) -> tuple[Hop, ...]:
-        """The hops of the backward pass at which a rank computes with another rank's keys; `own` comes after them."""
-        hops = range(1, len(self.distances))
-        return tuple(Hop(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
-
-    @property
-    def own(self) -> Hop:
-        """The last hop of the backward pass: a rank computes with its own keys, and sends the last gradients home."""
-        last = self.distances[-1]  # whole shards go onward round the ring to their owner, often one rank further
-        return Hop(0, None, Send(self.ranks - last if self.rows is None else -last))
-
-    def _travelled(self, hop: int) -> int:
-        return self.distances[hop] * self.stride
-
-    def _bringing(self, hop: int) -> Send | None:
-        """The send that brings the keys of `hop`, during the hop before; `None` if there is no such hop."""
-        if hop == len(self.distances):
-            return None
+    def key_sends(self) -> tuple[Send, ...]:
+        """The sends that bring the keys of hop 1, hop 2 and so on; each starts during the hop before."""
         if self.rows is None:
-            return Send(self.distances[hop] - self.distances[hop - 1])
-        return Send(self.distances[hop], self.rows[hop])
+            return tuple(Send(far - near) for near, far in itertools.pairwise(self.distances))
+        return tuple(map(Send, self.distances[1:], self.rows[1:]))
 
-    def _behind(self, hop: int) -> Send | None:
-        """The send, during `hop`, of the gradients from the hop before: to the rank with their keys, or the owner."""
-        if hop == 1:
-            return None
-        return self._bringing(hop) if self.rows is None else Send(-self.distances[hop - 1])
+    @property
+    def gradient_sends(self) -> tuple[Send, ...]:
+        """The sends of `dk` and `dv` of hop 1, hop 2 and so on; each starts during the hop after.
+
+        The gradients follow the keys from rank to rank, the last to the owner; with `rows`, each goes straight home.
+        """
+        if self.rows is None:
+            round_trip = (*self.distances[1:], self.ranks)
+            return tuple(Send(far - near) for near, far in itertools.pairwise(round_trip))
+        return tuple(Send(-distance) for distance in self.distances[1:])
+
+    @property
+    def forward_hops(self) -> tuple[Hop, ...]:
+        """The hops of the forward pass, the hop with this rank's own keys first."""
+        return tuple(map(Hop, self.offsets, (*self.key_sends, None)))
+
+    @property
+    def backward_hops(self) -> tuple[Hop, ...]:
+        """The hops of the backward pass at which a rank computes with another rank's keys, before `last_hop`."""
+        return tuple(map(Hop, self.offsets[1:], (*self.key_sends[1:], None), (None, *self.gradient_sends[:-1])))
+
+    @property
+    def last_hop(self) -> Hop:
+        """The last hop of the backward pass: a rank computes with its own keys, and sends the last gradients home."""
+        return Hop(0, None, self.gradient_sends[-1])
 
     def pairs(self, shift: int) -> list[tuple[int, int]]:
         """The sender and the receiver of each message of a permute by `shift` ranks."""
@@ -114,7 +114,7 @@ class Level:
     def each(self, one_hop: Callable[[Any, Hop], Any], carry: Any, hops: Sequence[Hop]) -> Any:
         """Runs `carry = one_hop(carry, hop)` for all `hops`: unrolled, or with all but the first and last in a `scan`.
 
-        In a `scan` all hops must make the same sends. A hop of this level is `stride` hops of the whole ring.
+        In a `scan` all hops must make the same sends. One hop of this level runs all hops of the levels inside it.
         """
         between = hops[1:-1]
         if (len(self.distances) - 1) * self.stride <= UNROLLED or len({hop[1:] for hop in between}) != 1:
@@ -151,7 +151,7 @@ def levels(
     return tuple(found)
 
 
-def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
+def owner_rank(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; both may be arrays.
 
     Each digit of an offset counts back round its own `Level`. With one level, that is `(rank - offset) % ranks`.

@@ -17,9 +17,10 @@ from .plan import Level, Send
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed in one array.
+    """What travels round a ring: consecutive rows of a shard of keys and values, or of their gradients.
 
-    With `expand`, a list of the arrays that travel in place of keys and values.
+    `arrays` is a pair, or one array in which both are packed. With `expand`, it is a list of the arrays that travel in
+    place of keys and values, or of their gradients.
     """
 
     arrays: Any
@@ -29,10 +30,10 @@ class KV:
     @property
     def length(self) -> int:
         """The number of rows."""
-        return jax.tree.leaves(self.arrays)[0].shape[self.tokens]
+        return jax.tree.leaves(self.arrays)[0].shape[self.token_axis]
 
     @property
-    def tokens(self) -> int:
+    def token_axis(self) -> int:
         """The axis of tokens of each array."""
         return 1 if isinstance(self.arrays, (tuple, list)) else self.arrays.ndim - 3
 
@@ -42,7 +43,10 @@ class KV:
 
 
 def packed(kv: KV) -> KV:
-    """Keys and values in one array. The barrier keeps XLA from packing them twice, for the kernel and for the send."""
+    """Packs a pair of keys and values in one array; returns `kv` itself if it is no pair.
+
+    The barrier keeps XLA from packing them twice, for the kernel and for the send.
+    """
     if not isinstance(kv.arrays, tuple):
         return kv
     return dataclasses.replace(kv, arrays=jax.lax.optimization_barrier(packing.pack_to_send(*kv.arrays)))
@@ -57,7 +61,7 @@ def sent(level: Level, kv: KV | None, send: Send | None) -> KV | None:
         return None
     start, end = send.rows or (0, kv.length)
     if end - start < kv.length:
-        axis = kv.tokens
+        axis = kv.token_axis
         kv = KV(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, end, axis=axis), kv.arrays), start)
     return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(kv))
 
@@ -69,7 +73,7 @@ def total(dkv: KV, arriving: KV | None) -> KV:
     mine = dkv.arrays
     others = arriving.pair(mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
     start = arriving.start - dkv.start
-    rows = (*[slice(None)] * dkv.tokens, slice(start, start + arriving.length))
+    rows = (*[slice(None)] * dkv.token_axis, slice(start, start + arriving.length))
 
     def add(x: jax.Array, y: jax.Array) -> jax.Array:
         return x + y if x.shape == y.shape else x.at[rows].add(y)
@@ -78,7 +82,7 @@ def total(dkv: KV, arriving: KV | None) -> KV:
 
 
 def after(x: Any, done: Any) -> Any:
-    """The arrays `x`, ordered: nothing that reads the result starts before all arrays in `done` are computed."""
+    """The arrays `x`, with an order: nothing that reads the result starts before all arrays in `done` are computed."""
     return _tied(ordering.tie, x, done)
 
 
@@ -97,7 +101,10 @@ def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array)
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
-        """Sends `x` as 16-bit integers: XLA on CPU would widen 16-bit floats. On a GPU the bits are the same."""
+        """Sends `x` as 16-bit integers. XLA on CPU sends bfloat16 as float32: see benchmarks/upstream/.
+
+        On a GPU the bits are the same.
+        """
         return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
     if not axes.bound(axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound

@@ -39,22 +39,22 @@ def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callab
     """
 
     def scatter(axis: int, x: jax.Array) -> jax.Array:
-        in_rank_order = to_neighbours(x, ring.keys.layout, ring.queries.count, axis)
-        return axes.scattered_sum(in_rank_order, ring.axis, ring.queries.count, location.rank, axis)
+        in_rank_order = to_neighbours(x, ring.key_shards.layout, ring.query_shards.count, axis)
+        return axes.scattered_sum(in_rank_order, ring.axis, ring.query_shards.count, location.rank, axis)
 
     def once(kv: KV, offset: int, sums: Any) -> tuple[KV, Any]:
         dkv, sums = body(_all_keys(ring, location, kv), offset, sums)
-        return jax.tree.map(functools.partial(scatter, dkv.tokens), dkv), sums
+        return jax.tree.map(functools.partial(scatter, dkv.token_axis), dkv), sums
 
     return once
 
 
 def _all_keys(ring: Ring, location: Location, kv: KV) -> KV:
     kv = packed(kv)
-    return jax.tree.map(lambda x: _whole(ring, location, x, kv.tokens), kv)
+    return jax.tree.map(lambda x: _whole(ring, location, x, kv.token_axis), kv)
 
 
 def _whole(ring: Ring, location: Location, x: jax.Array, axis: int) -> jax.Array:
     """The shards of all ranks along `axis`: in the order of the ranks, or in natural order if the ring gathers."""
-    whole = axes.all_gathered(x, ring.axis, ring.queries.count, location.rank, axis)
-    return of_neighbours(whole, ring.keys.layout, ring.queries.count, axis) if ring.gathers else whole
+    whole = axes.all_gathered(x, ring.axis, ring.query_shards.count, location.rank, axis)
+    return of_neighbours(whole, ring.key_shards.layout, ring.query_shards.count, axis) if ring.gathers else whole

@@ -43,7 +43,7 @@ def unfolded(call: Call, result: Result) -> Result:
 
 def _swapped(x: jax.Array, dim: int, axis: tuple[str, ...], back: bool = False) -> jax.Array:
     """`x` with axis `dim` in folded order, its tokens increasing; `back` to contiguous order."""
-    ranks = axes.size("axis_name", axis)
+    ranks = axes.size(axis)
     if ranks == 1:
         return x
     keeps_first = 2 * axes.coordinate(axis) < ranks  # chunk 2r comes before its mirror image

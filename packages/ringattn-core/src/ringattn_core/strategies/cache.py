@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.arrays import axes_with
 from ..placement.layout import Shards
-from ..ring.blocks import block
+from ..ring.blocks import block_of
 from ..ring.engine import prepared, without_derivative
 from ..ring.forward import Result, sinks_of
 from ..ring.sends import KV
@@ -30,14 +30,27 @@ MOST_CHUNKS: Final = 128
 """The most chunks of all batch rows and key heads together: about the number of multiprocessors of a large GPU."""
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def attend(kernel: BlockKernel, call: Call) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks.
 
     If the call has a `query_offset`, queries are sharded like the cache: an all-gather gives all of them to every rank,
     and each rank gets its share of the merged result. Otherwise every rank already has all queries, which are few.
     """
-    with jax.debug_infs(False):  # -inf is a valid score and a valid lse
-        return _attend(kernel, call)
+    sharded = call.query_offset is not None
+    everyone = _with_all_queries(call) if sharded else call
+    ring, location = prepared(kernel, everyone)
+    here, location = align((everyone, location), axes_of(everyone, location))
+    own = block_of(ring, dataclasses.replace(here, kv_positions=None), location, KV((here.key, here.value)), 0)
+    if here.kv_positions is not None:
+        own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
+    elif not sharded:
+        own = _with_increasing_positions(own)
+    group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
+    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
+    partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
+    partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
+    return Result(partial.out.astype(call.query.dtype), partial.lse)
 
 
 def not_differentiable(call: Call) -> Call:
@@ -53,28 +66,10 @@ _sharded_queries = without_derivative(
 )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(kernel: BlockKernel, call: Call) -> Any:
-    sharded = call.query_offset is not None
-    everyone = _with_all_queries(call) if sharded else call
-    ring, location = prepared(kernel, everyone)
-    here, location = align((everyone, location), axes_of(everyone, location))
-    own = block(ring, dataclasses.replace(here, kv_positions=None), location, KV((here.key, here.value)), 0)
-    if here.kv_positions is not None:
-        own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
-    elif not sharded:
-        own = _with_increasing_positions(own)
-    group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
-    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
-    partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
-    partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
-    return Result(partial.out.astype(call.query.dtype), partial.lse)
-
-
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
     assert call.axis_name is not None and call.query_offset is not None
-    ranks = axes.size("axis_name", call.axis_name)
+    ranks = axes.size(call.axis_name)
     index = Shards(call.layout, ranks).order(ranks * call.query.shape[1])
     return dataclasses.replace(
         call,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the strategy of a rank's call, by name or for "auto" by a rule, and runs it."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ def settled(registration: Registration, call: Call) -> str:
     Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
     """
     axis = call.axis_name or ()
-    ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
+    ranks, inner = (axes.size(names) for names in (axis, axis[-1:]))
     return strategy_on(registration, call, ranks, inner)
 
 
@@ -47,20 +46,15 @@ def strategy_on(registration: Registration | None, call: Call, ranks: int, inner
 
 
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
-    """Whether "auto" chooses "ulysses": if masks by position leave out no keys, and key heads divide evenly.
+    """Whether "auto" chooses "ulysses": if the ring would leave out no keys, and the key heads divide evenly.
 
-    Not with `expand`, because "ulysses" exchanges the keys and values themselves.
-
-    The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
+    The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads. Not with `expand`,
+    because "ulysses" exchanges the keys and values themselves.
     """
-    divides = inner > 1 and call.key.shape[2] % inner == 0
-    return call.expand is None and divides and not _leaves_out_keys(call, ranks)
-
-
-def _leaves_out_keys(call: Call, ranks: int) -> bool:
-    """Whether the ring would leave out hops, or rows of keys, that by position no query sees."""
+    if call.expand is not None or inner == 1 or call.key.shape[2] % inner:
+        return False
     rows = visits(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
-    return len(rows) < ranks or {*rows.values()} != {rows[0]}
+    return len(rows) == ranks and {*rows.values()} == {rows[0]}
 
 
 def refusals(registration: Registration | None, call: Call, ranks: int, inner: int) -> dict[str, str]:
@@ -76,18 +70,16 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
         why_not |= dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
     if registration is not None and not registration.descriptor().supports(Feature.CROSS_LENGTHS):
         why_not["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
-    heads = ulysses.misfit(call.query.shape[2], inner)
-    return why_not if heads is None else why_not | {"ulysses": heads}
+    heads = call.query.shape[2]
+    return why_not | ({"ulysses": f"{heads} query heads do not divide by {inner} ranks"} if heads % inner else {})
 
 
 def run(registration: Registration, call: Call) -> Any:
     """A rank's output, or a tuple of all `call.results`. `call.strategy` must be one that `settled` returns."""
-    moved = _that_runs(call)
-    tuned = with_parameters(registration, moved.narrowed())
-    moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
+    moved = with_parameters(registration, that_runs(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     exchanged = call.strategy == "ulysses"
-    stripe = axes.size("axis_name", (call.axis_name or ())[-1:]) if exchanged else 1
+    stripe = axes.size((call.axis_name or ())[-1:]) if exchanged else 1
     result = engine.run(registration.implementation(), moved, gathers=call.strategy == "all_gather", stripe=stripe)
     result = balance.unfolded(moved, result) if call.balance else result
     result = ulysses.by_tokens(call, result) if exchanged else result
@@ -103,19 +95,13 @@ def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
     Axes of size 1 need no name in the call, but JAX may track that the result varies over them: so they take part.
     """
     named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
-    alone = {name for name in axes.varying(max_logits) if axes.size("axis_name", (name,)) == 1}
+    alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}
     over = (*named, *sorted(alone - {*named}))
-    with jax.debug_infs(False):  # -inf is valid: the head sees no key
-        own = align(jax.lax.stop_gradient(max_logits), axes.tracked() & {*over})
-        return jax.lax.pmax(own, over) if over else own
+    own = align(jax.lax.stop_gradient(max_logits), axes.tracked() & {*over})
+    return jax.lax.pmax(own, over) if over else own
 
 
-def tuned_as(call: Call) -> Call:
-    """The call whose shapes and dtypes tuning chooses parameters for: with "ulysses", after the exchange of heads."""
-    return _that_runs(call).narrowed()
-
-
-def _that_runs(call: Call) -> Call:
+def that_runs(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
     moved = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
     return balance.folded(moved) if call.balance else moved

@@ -8,6 +8,7 @@ the group, whose shards are consecutive. The result is the same call with the la
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from ..contract import packing
 from ..contract.call import Call
-from ..contract.wide import with_wide_gradient
+from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -31,7 +32,7 @@ def by_heads(call: Call) -> Call:
     """
     assert call.axis_name is not None  # on one rank there is nothing to exchange
     outer, inner = call.axis_name[:-1], call.axis_name[-1]
-    ranks = axes.size("axis_name", (inner,))
+    ranks = axes.size((inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
@@ -40,7 +41,7 @@ def by_heads(call: Call) -> Call:
     def move(x: jax.Array) -> jax.Array:
         return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, inner, ranks)
 
-    packed = with_wide_gradient(packed, move, axis=inner) if copies > 1 else move(packed)
+    packed = _widened(packed, move, packed.dtype, inner) if copies > 1 else move(packed)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved: dict[str, Any] = {name: _moved_array(call, name, x, inner, ranks) for name, x in rest.items()}
@@ -58,7 +59,7 @@ def by_tokens(call: Call, result: Result) -> Result:
     """
     assert call.axis_name is not None
     inner = call.axis_name[-1]
-    ranks = axes.size("axis_name", (inner,))
+    ranks = axes.size((inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
         names = arrays.letters(kind)
@@ -95,8 +96,32 @@ def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> 
     # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over other mesh axes
     # if the bias is named in `call.wide`.
     if name == "bias" and (heads is None or name in call.wide):
-        return with_wide_gradient(x, move, call.query.dtype if name in call.wide else x.dtype, axis)
+        return _widened(x, move, call.query.dtype if name in call.wide else x.dtype, axis)
     return move(x)
+
+
+def _widened(x: jax.Array, move: Callable[[jax.Array], jax.Array], narrow: Any, axis: str) -> jax.Array:
+    """`move(x)` in float32. Its gradient is rounded to the dtype of `x` only after the transpose of `move`.
+
+    So sums of gradients between the result and `x`, or in `move`, are sums in float32. `move` is linear, holds no
+    array, and sends along the mesh axis `axis`, in the dtype `narrow`.
+    """
+    dtype = x.dtype
+    if axis not in axes.manual():
+        # A `vmap` plays the ranks: nothing travels, and `back` could not use its axis name.
+        return move(x.astype(jnp.float32))
+    x = align(x, axes.tracked() & {axis})  # the gradient varies over `axis`, so `x` must too
+    wide = jax.typeof(x).update(
+        dtype=jnp.dtype(jnp.float32)
+    )  # not in `back`, which would hold `x` until the backward pass
+
+    def back(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        (found,) = jax.linear_transpose(move, wide)(gradient)
+        return (found.astype(dtype),)
+
+    moved = jax.custom_vjp(lambda x: move(x.astype(narrow)).astype(jnp.float32))
+    moved.defvjp(lambda x: (moved(x), None), back)
+    return moved(x)
 
 
 def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
@@ -115,8 +140,3 @@ def axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | Non
         if letter in wanted and whole:
             return number
     return None
-
-
-def misfit(heads: int, ranks: int) -> str | None:
-    """Why groups of `ranks` ranks cannot split the heads of a call; `None` if they can."""
-    return f"{heads} query heads do not divide by {ranks} ranks" if heads % ranks else None

@@ -31,9 +31,6 @@ class Entry:
     trials: Sequence[Mapping[str, Any]]
     path: Path
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "config": self.config.to_dict(), "path": str(self.path)}
-
 
 def directory() -> Path | None:
     """The directory of the cache files; `None`, with a warning, if the user has no cache directory."""
@@ -58,7 +55,7 @@ def directory() -> Path | None:
 def read(problem: Problem) -> Entry | None:
     """The entry for this problem, or `None`. An unusable file is reported, and the next tuning replaces it."""
     root = directory()
-    return None if root is None else _read(root / f"{problem.digest}.json", problem.key)
+    return None if root is None else read_file(root / f"{problem.digest}.json", problem.key)
 
 
 def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]] = ()) -> Path | None:
@@ -84,27 +81,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
     return path
 
 
-def entries() -> list[Entry]:
-    """Every readable entry of the cache on disk, the newest last."""
-    root = directory()
-    try:
-        paths = [] if root is None else sorted(root.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    except OSError as error:
-        _report(f"cannot list {root}: {in_one_line(error)}")
-        return []
-    return [entry for entry in map(_read, paths) if entry is not None]
-
-
-def clear() -> int:
-    """Removes every file of the cache, also the temporary files of writes that were killed; returns how many."""
-    root = directory()
-    paths = [] if root is None else [*root.glob("*.json"), *root.glob("*.new")]
-    for path in paths:
-        path.unlink(missing_ok=True)
-    return len(paths)
-
-
-def _read(path: Path, key: str | None = None) -> Entry | None:
+def read_file(path: Path, key: str | None = None) -> Entry | None:
     """The entry in a file; `None`, usually with a warning, if it is missing, unreadable, or not for problem `key`."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))

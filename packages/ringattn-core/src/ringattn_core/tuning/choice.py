@@ -4,7 +4,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import importlib
 import logging
 import os
 import threading
@@ -13,10 +12,10 @@ from typing import Any, Final
 
 import jax
 
-from ..backends.discovery import Registration, on_clear
+from ..backends.discovery import Registration, on_clear, tool
 from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..contract.call import Call
-from ..errors import InputError, ToolsNotFoundError, TuningError
+from ..errors import InputError, TuningError
 from ..placement.axes import size
 from . import cache
 from .problem import Problem, of_call, tunable
@@ -26,10 +25,13 @@ POLICIES: Final = ("off", "cached", "on")
 _logger: Final = logging.getLogger("ringattn")
 _overlays: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.ContextVar("overlays", default=())
 _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
-"""What this process has tuned or read from disk: the backend's default if tuning failed, `None` if disk has none."""
+"""The configuration of each problem that was tuned, here or on disk; the backend's default if its tuning failed.
+
+`None`: the problem is not tuned, and calls of it were traced with the default. No entry: no call of it was traced.
+"""
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
-"""Counts changes of `_known`. A program that was traced before a change may have other parameters."""
+"""Counts changes of parameters that calls were traced with. A program from before a change may have other ones."""
 
 
 def policy() -> str:
@@ -99,7 +101,7 @@ def with_parameters(registration: Registration, call: Call) -> Call:
     if not (forward and backward):
         tuned = RingAttentionConfig()
         if tunable(registration) or hasattr(registration.implementation(), "default_config"):
-            tuned = configured(registration, of_call(registration, call, size("axis_name", call.axis_name or ())))
+            tuned = configured(registration, of_call(registration, call, size(call.axis_name or ())))
         forward, backward = [*forward, tuned.fwd_params], [*backward, tuned.bwd_params]
     return dataclasses.replace(call, fwd_params=forward[0], bwd_params=backward[0])
 
@@ -109,34 +111,20 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
     said, key = policy(), _key(registration, problem)
     if said == "off":
         return default(registration, problem)
-    missed_before = key in _known
-    if not missed_before:  # each problem is looked up on the disk once
-        entry = None if registration.in_process else cache.read(problem)
-        _known.setdefault(key, None if entry is None else entry.config)  # unless another thread has set it meanwhile
-    # `forget` may have emptied `_known` in another thread.
+    if key not in _known and not registration.in_process and (entry := cache.read(problem)) is not None:
+        _known.setdefault(key, entry.config)  # unless another thread has set it meanwhile
     if _known.get(key) is None and said == "on" and tunable(registration):
         with _one_at_a_time:  # two tunings would disturb each other's times
             if _known.get(key) is None:
-                _tune(registration, problem, missed_before)
-    return _known.get(key) or default(registration, problem)
+                _tune(registration, problem)
+    return _known.setdefault(key, None) or default(registration, problem)
 
 
-def _tune(registration: Registration, problem: Problem, missed_before: bool) -> None:
-    """Tunes with the package `ringattn-tools`, imported by name. If tuning fails, stores the default as its result.
-
-    Calls that are already traced need another trace only if a call with this problem `missed_before`.
-    """
-    global _changes
-    changes = _changes
-    try:
-        search: Any = importlib.import_module("ringattn_tools.search")
-    except ModuleNotFoundError as error:
-        if error.name != "ringattn_tools":
-            raise
-        raise ToolsNotFoundError(f"{VARIABLE}=on") from None
+def _tune(registration: Registration, problem: Problem) -> None:
+    """Tunes with the package `ringattn-tools`, imported by name. If tuning fails, stores the default as its result."""
+    search = tool("search", f"{VARIABLE}=on")
     try:
         search.tune(problem, registration)
-        _changes = changes + missed_before
     except TuningError as error:
         _known[_key(registration, problem)] = default(registration, problem)
         _logger.warning("%s. Its default is used", error)
@@ -153,12 +141,15 @@ def store(
 ) -> None:
     """Makes `config` the tuned configuration of the problem, in memory and on the disk.
 
-    Calls that are already traced are traced again. Nothing is stored on disk for a backend that was registered in this
-    process, because it has no version. `trials` are the times of all candidates.
+    If a call of the problem was traced with another configuration, every call is traced again. Nothing is stored on
+    disk for a backend that was registered in this process, because it has no version. `trials` are the times of all
+    candidates.
     """
     global _changes
-    _known[_key(registration, problem)] = config
-    _changes += 1
+    key = _key(registration, problem)
+    before = _known.setdefault(key, config)
+    _known[key] = config
+    _changes += before != config
     if not registration.in_process:
         cache.write(problem, config, trials)
 

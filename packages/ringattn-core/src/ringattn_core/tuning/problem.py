@@ -115,8 +115,9 @@ LEFT_OUT: Final = {
 def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
     """The problem of one rank's share of a call: `call` has the arrays of one shard, on a ring of `ranks` ranks.
 
-    Only the shapes, dtypes and devices of its arrays are read.
+    Of its arrays, only the shapes, the devices and the dtypes that kernels get (`Call.narrowed`) are read.
     """
+    call = call.narrowed()
     given = (None, (call.query, call.key, call.value))
     batch, q_length, heads, head_dim = call.query.shape
     used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not is_off(x)}

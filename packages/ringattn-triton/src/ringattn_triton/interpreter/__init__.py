@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the kernels' own Python source, which Triton compiles on a GPU, on a CPU over NumPy arrays.
+"""Interprets the kernels on a CPU, over NumPy arrays: runs the Python source that Triton compiles for a GPU.
 
 The interpreter patches nothing in Triton, and its launches share no state: a kernel's code runs with other globals, in
 which the module `language` of this package replaces `triton.language`. `gluon` simulates the shared memory and the

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses integers outside int32: a cast would silently change a position, an id or a seed."""
+"""Checks of integers: one number that shapes the program, or an array that must fit int32.
 
+A cast would silently change a position, an id or a seed.
+"""
+
+import numbers
+import operator
 from typing import Any, Final
 
 import jax
@@ -8,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import InputError
+from .errors import InputError
 
 Limits = tuple[int, int, str]
 """The least and the largest allowed value, and the remedy that the error for any other value names."""
@@ -35,12 +40,17 @@ def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
 
 def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:
     """`x` as an array of int32; refuses other numbers, and integers beyond the limits."""
+    return jnp.asarray(integers(argument, x, limits)).astype(jnp.int32)
+
+
+def integers(argument: str, x: Any, limits: Limits) -> Any:
+    """`x` as an array of integers, of NumPy unless JAX has it; refuses other numbers, and those beyond the limits."""
     given = as_given(argument, x)
     huge = given.dtype == object and all(isinstance(value, int) for value in np.ravel(given))  # beyond int64
     if not huge and not jnp.issubdtype(given.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {given.dtype}", "It needs integers")
     fitting(argument, given, limits)
-    return jnp.asarray(given).astype(jnp.int32)
+    return given
 
 
 def as_given(argument: str, x: Any) -> Any:
@@ -57,8 +67,11 @@ def as_given(argument: str, x: Any) -> Any:
         ) from None
 
 
-def size(argument: str, x: Any, least: int = 0) -> int:
-    """`x` as a Python integer; raises unless it is an integer of `least` or more."""
-    if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.core.Tracer) or np.ndim(x) or x < least:
-        raise InputError(argument, f"got {x!r}", f"It needs an integer of {least} or more")
-    return int(x)
+def whole(argument: str, x: Any, least: int, most: float = 2**31 - 1, remedy: str | None = None) -> int:
+    """`x` as a Python integer; raises unless it is an integer from `least` to `most` that is known before tracing."""
+    if isinstance(x, jax.core.Tracer):
+        raise InputError(argument, "is traced", "It shapes the program: pass an integer, or mark it static in jax.jit")
+    known = isinstance(x, numbers.Integral) or (hasattr(x, "dtype") and hasattr(x, "__index__") and not np.ndim(x))
+    if isinstance(x, bool) or not known or not least <= (value := operator.index(x)) <= most:
+        raise InputError(argument, f"got {x!r}", remedy or f"It needs an integer of at least {least}")
+    return value

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes, random operands and comparisons that many tests need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from ringattn_conformance import oracle
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+    """A mesh with these axes, all of this kind, over the first devices."""
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: Any = None) -> list[jax.Array]:
+    """Normal numbers of these shapes."""
+    return [jax.random.normal(jax.random.key(number), shape, dtype) for number, shape in enumerate(shapes)]
+
+
+def close(got: Any, wanted: Any, atol: float = 2e-5, rtol: float = 1e-7) -> None:
+    """Asserts that two trees agree, leaf by leaf."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol), got, wanted)
+
+
+def agrees(got: Sequence[Any], wanted: oracle.Answer, *names: str) -> None:
+    """Asserts that an output and the gradients with these names, "dq" for example, are those of the oracle."""
+    close(got[0], wanted.out)
+    for name, x in zip(names, got[1:], strict=True):
+        close(x, wanted.gradients[name], 5e-5 * max(1, np.abs(wanted.gradients[name]).max()))
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    """The messages of the warnings in a log."""
+    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]

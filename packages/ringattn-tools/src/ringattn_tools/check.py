@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RINGATTN_CHECK=1`: finds, when a program runs, mistakes that a call cannot see when it is traced.
+
+Each finding is computed on the devices, and the ranks agree on it. A host callback then raises on every rank, so that
+none waits for another. Queries, keys and values wait for the callback, so none of them travels before it. A mistake is
+reported only if no other reading of the arrays is likely: what a check cannot decide passes.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ringattn_core.call.validation import CHECK
+from ringattn_core.contract.call import ARRAYS, Call
+from ringattn_core.contract.protocol import BIAS_FORBIDS
+from ringattn_core.contract.varying import align
+from ringattn_core.contract.visibility import visible
+from ringattn_core.errors import InputError
+from ringattn_core.placement import axes
+from ringattn_core.placement.arrays import Roles, broadcasts, letters
+from ringattn_core.placement.layout import LAYOUTS, Shards, pieces
+from ringattn_core.ring.blocks import block_of
+from ringattn_core.ring.engine import prepared
+from ringattn_core.ring.sends import KV
+from ringattn_core.ring.whole_keys import with_all_ids
+
+LIKE_A_COUNT: Final = 128
+"""A window of a power of two keys, from this one on, looks like a count of keys."""
+_PAIRS: Final = 2**26
+"""How many pairs of a query and a key are looked at in one step."""
+_NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_tools", "ringattn_adapters", "jax", "contextlib")
+
+Fits = Callable[[jax.Array, np.ndarray], jax.Array]
+"""Whether values `[b, tokens]` look as if their tokens, of these indices, are in natural order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check found: `numbers` on the device, the first of them 0 if nothing is wrong, and the error that says it.
+
+    The `numbers` are equal on all ranks that the call names.
+    """
+
+    numbers: tuple[jax.Array, ...]
+    error: Callable[..., InputError]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Checks the calls of one `line` of the caller's program; `of_cache` says that keys and values are a cache."""
+
+    line: str
+    of_cache: bool
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def __call__(self, call: Call) -> Call:
+        """The call of a rank, to run only after all checks; where one fails, the program raises."""
+        left = [name for name in jax.sharding.get_abstract_mesh().axis_names if name not in axes.manual()]
+        if left and axes.manual():  # JAX would refuse to lower the callback
+            warnings.warn(
+                f"{CHECK}=1 cannot look at the call in {self.line}: JAX has no callbacks in a shard_map that "
+                f"leaves mesh axes automatic, here {', '.join(left)}. Make them manual for the check",
+                stacklevel=2,
+            )
+            return dataclasses.replace(call, check=None, check_positions=None)
+        rank = _Rank.of(jax.lax.stop_gradient(call), self.of_cache)
+        findings = [finding for check in CHECKS for finding in check(rank)]
+        call = dataclasses.replace(call, check=None, check_positions=None)
+        if not findings:
+            return call
+
+        def report(numbers: list[tuple[np.ndarray, ...]]) -> np.ndarray:
+            for finding, found in zip(findings, numbers, strict=True):
+                for given in zip(*(np.asarray(x).ravel().tolist() for x in found), strict=True):
+                    if given[0]:
+                        error = finding.error(*given)
+                        remedy = f"{error.remedy} ({CHECK}=1 looked at the call in {self.line})"
+                        raise InputError(error.argument, error.fact, remedy)
+            return np.ones(np.shape(numbers[0][0]), bool)
+
+        wanted, numbers = jax.ShapeDtypeStruct((), jnp.bool_), [finding.numbers for finding in findings]
+        fine: Any = jax.pure_callback(report, wanted, numbers, vmap_method="broadcast_all")
+        names = ("query", "key", "value", "latents")
+        waiting = {name: jax.tree.map(lambda x: jnp.where(fine, x, 0), getattr(call, name)) for name in names}
+        return dataclasses.replace(call, **waiting)
+
+
+def watched(call: Call, of_cache: bool) -> Call:
+    """The call, to be checked on each rank when the program runs. Warns of a window that looks like a count of keys."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
+        frame = frame.f_back
+    file, line = ("an unknown line", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    left = (call.sliding_window or (None, None))[0]
+    if left is not None and left >= LIKE_A_COUNT and not left & (left - 1):
+        warnings.warn_explicit(
+            f"sliding_window: {left} lets a query see {left + 1} keys to its left, itself included. If the model's "
+            f"window counts {left} keys, pass {left - 1}",
+            UserWarning,
+            file,
+            line,
+            registry=None if frame is None else frame.f_globals.setdefault("__warningregistry__", {}),
+        )
+    return dataclasses.replace(call, check=Check(f"{file}:{line}", of_cache))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """The call of this rank, and the mesh axes that split its arrays."""
+
+    call: Call
+    of_cache: bool
+    roles: Roles
+    ranks: int
+
+    @classmethod
+    def of(cls, call: Call, of_cache: bool) -> "_Rank":
+        roles = Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
+        return cls(call, of_cache, roles, axes.size(roles.sequence))
+
+    @property
+    def whole_queries(self) -> bool:
+        """Whether every rank has all queries, as in `decode_attention`."""
+        return self.of_cache and self.call.query_offset is None
+
+    def may_split(self, name: str, x: jax.Array) -> set[str]:
+        """The mesh axes that may split the array `x` of this name."""
+        whole = self.whole_queries and name in ("query", "q_positions")
+        roles = dataclasses.replace(self.roles, sequence=()) if whole else self.roles
+        full = dict(zip("BTN", self.call.query.shape, strict=False))
+        named = zip(letters(ARRAYS[name], x.ndim), x.shape, strict=True)
+        # An axis of length 1 is broadcast, unless a rank has only one query, head or row anyway.
+        of = [a for a, size in named if not (broadcasts(a) and size == 1 < full.get(a.upper(), 1))]
+        return {over for letter in of for over in roles.of(letter)}
+
+    def agreed(self, *numbers: Any) -> tuple[jax.Array, ...]:
+        """The largest of each number on all ranks."""
+        named = (*self.roles.batch, *self.roles.sequence, *self.roles.heads)
+        found = [jnp.asarray(x, jnp.int32) for x in numbers]
+        return tuple(jax.lax.pmax(_varied(x, named), named) for x in found) if named else tuple(found)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """An array with a last axis of tokens, `[b, S]`: the tokens of all ranks, in the order in which they are."""
+        ring = self.roles.sequence
+        x = jnp.atleast_2d(x)
+        if not ring:
+            return x
+        return axes.all_gathered(_varied(x, ring), ring, self.ranks, axes.coordinate(ring), x.ndim - 1)
+
+    def layouts(self, length: int) -> list[str]:
+        """The layouts in which the ring can split a sequence of `length`."""
+        return [layout for layout in LAYOUTS if length % (self.ranks * pieces(layout)) == 0]
+
+    def order(self, length: int, layout: str | None = None) -> np.ndarray:
+        """The index of each token in the order of the layout, by default that of the call."""
+        return Shards(layout or self.call.layout, self.ranks).order(length)
+
+
+def _varied(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    return align(x, axes.tracked() & {*names})
+
+
+def _of_next(x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """`x`, and the `x` of the next rank along the mesh axes of these names."""
+    ranks, x = axes.size(names), _varied(x, names)
+    return x, axes.permuted(x, names, [(rank, (rank - 1) % ranks) for rank in range(ranks)])
+
+
+def _indices(rank: _Rank) -> Iterator[Finding]:
+    """`check_positions` are what the layout and the ring say."""
+    given, layout = rank.call.check_positions, rank.call.layout
+    if given is None:
+        return
+    given = rank.whole(given)
+    order = rank.order(given.shape[1])
+    wrong = (given >= 0) & (given != order[None])
+    left = jnp.where(wrong.any(0), len(order) - np.arange(len(order)), 0)  # the first wrong token has the largest
+    (left,) = rank.agreed(left.max())
+    value = jnp.where(wrong, given, -1).max(0)[jnp.where(left > 0, len(order) - left, 0)]
+    number = _layout_of(rank, given, lambda x, index: jnp.all((x < 0) | (x == index[None])))
+
+    def error(left: int, value: int, number: int) -> InputError:
+        entry = len(order) - left
+        place, token = divmod(entry, len(order) // rank.ranks)
+        here = f"token {token} of rank {place} has index {value}"
+        fact = f"{here}, but {layout!r} on {rank.ranks} ranks has {order[entry]} there"
+        return InputError("check_positions", fact, _remedy(rank, number))
+
+    yield Finding((left, *rank.agreed(value), number), error)
+
+
+def _orders(rank: _Rank) -> Iterator[Finding]:
+    """Segment ids, positions and rows of a mask are in the order of the layout, as far as their values show it."""
+    call = rank.call
+    looks: list[tuple[str, Any, Fits]] = [
+        *((name, getattr(call, name), _in_one_run_each) for name in ("q_segment_ids", "kv_segment_ids")),
+        *((name, getattr(call, name), _counting) for name in ("q_positions", "kv_positions") if not rank.of_cache),
+    ]
+    for name in ("attention_mask", "bias"):
+        x = getattr(call, name)
+        if x is not None and x.shape[3] == x.shape[2] * rank.ranks:
+            sees = x if name == "attention_mask" else x >= BIAS_FORBIDS
+            last = jnp.where(sees, jax.lax.broadcasted_iota(jnp.int32, x.shape, 3), -1).max((1, 3))
+            looks.append((name, last, _causal))
+    for name, x, fits in looks:
+        if x is None or rank.ranks == 1:
+            continue
+        number = _layout_of(rank, rank.whole(x), fits)
+
+        def error(_: int, number: int, name: str = name) -> InputError:
+            fact = f"its values are in the order of {LAYOUTS[number]!r}, but the call says {call.layout!r}"
+            return InputError(name, fact, _remedy(rank, number))
+
+        wrong = (number != LAYOUTS.index(call.layout)) & (number < len(LAYOUTS))
+        yield Finding((wrong.astype(jnp.int32), number), error)
+
+
+def _remedy(rank: _Rank, number: int) -> str:
+    """What to do about tokens in another order than the call's; `number` is as in `_layout_of`."""
+    found, wanted = LAYOUTS[number : number + 1], rank.call.layout
+    if wanted == "contiguous":
+        remedy = "Pass every array of tokens in natural order"
+    else:
+        remedy = f"Reorder every array of tokens by to_layout(x, {wanted!r}, {rank.ranks})"
+    return f"{remedy}, or pass layout={found[0]!r}" if found else remedy
+
+
+def _layout_of(rank: _Rank, x: jax.Array, fits: Fits) -> jax.Array:
+    """The number in `LAYOUTS` of the layout in which `x [b, tokens]` is: the call's if its values fit, else another.
+
+    `len(LAYOUTS)` if the values fit no layout.
+    """
+    length = x.shape[1]
+    number = jnp.int32(len(LAYOUTS))
+    for layout in sorted(rank.layouts(length), key=lambda layout: layout == rank.call.layout):
+        natural = x[:, np.argsort(rank.order(length, layout))]
+        (misfits,) = rank.agreed(~fits(natural, np.arange(length, dtype=np.int32)))
+        number = jnp.where(misfits, number, LAYOUTS.index(layout))
+    return number
+
+
+def _in_one_run_each(ids: jax.Array, _: np.ndarray) -> jax.Array:
+    """Whether the tokens of each id follow one another; padding between them, with a negative id, does not count."""
+    real = ids >= 0
+    at = jax.lax.cummax(jnp.where(real, jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1), -1), axis=1)
+    before = jnp.pad(at, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    last = jnp.take_along_axis(ids, before.clip(0), 1)
+    runs = (real & ((before < 0) | (ids != last))).sum(1)
+    by_id = jnp.sort(jnp.where(real, ids, -1), 1)
+    different = (by_id[:, 1:] != by_id[:, :-1]).sum(1) + (by_id[:, 0] >= 0).astype(jnp.int32)
+    return jnp.all(runs == different)
+
+
+def _counting(x: jax.Array, _: np.ndarray) -> jax.Array:
+    """Whether positions count up by one, perhaps anew for each document."""
+    later = x[:, 1:]
+    return jnp.all((later == x[:, :-1] + 1) | (later <= 0) | (later == x[:, :1]))
+
+
+def _causal(last: jax.Array, index: np.ndarray) -> jax.Array:
+    """Whether the last key that a query sees is its own, for every query that sees any."""
+    return jnp.all((last == index[None]) | (last < 0)) & (last >= 0).any()
+
+
+def _split(rank: _Rank) -> Iterator[Finding]:
+    """The ring splits tokens, and no mesh axis splits an array that it must not split."""
+    call, roles = rank.call, rank.roles
+    tokens = [] if rank.whole_queries else [("query", call.query)]
+    tokens += [("value" if x is call.value else "key", x) for x in jax.tree.leaves(call.travelling)]
+    for name, x in tokens:
+        if rank.ranks > 1:
+            mine, other = _of_next(x, roles.sequence)
+            same = (mine == other).all() & (x.max() != x.min())
+            (different,) = rank.agreed(~same)
+            other = f", not {roles.heads}" if roles.heads else ""
+            remedy = f"Name the mesh axis over which in_specs split the tokens{other}"
+            error = InputError("axis_name", f"all ranks of {roles.sequence} hold the same {name}", remedy)
+            yield Finding((1 - different,), lambda _, error=error: error)
+    for name, x in call.arrays.items():
+        operand = name in ("query", "key", "value", "dropout_seed")
+        if operand and not (rank.whole_queries and name == "query"):
+            continue
+        split = rank.may_split(name, x)
+        for argument, over in (("axis_name", roles.sequence), ("head_axis_name", roles.heads)):
+            if split & {*over} or axes.size(over, argument) == 1:
+                continue
+            mine, other = _of_next(x, over)
+            (found,) = rank.agreed(((mine != other) & (mine == mine)).any())
+            fact = f"{name} differs between the ranks of {over}, which must all have the same"
+            error = InputError(argument, fact, "Check that each axis name is that of in_specs: two may be swapped")
+            yield Finding((found,), lambda _, error=error: error)
+
+
+def _room(rank: _Rank) -> Iterator[Finding]:
+    """The `lengths` of a cache do not exceed its room."""
+    call, room = rank.call, rank.call.key.shape[1] * rank.ranks
+    if not rank.of_cache or call.kv_positions is not None:
+        return
+    if call.query_offset is None:
+        assert call.q_positions is not None
+        held = call.q_positions.max() + 1
+    else:
+        held = call.query_offset.max() + call.query.shape[1] * rank.ranks
+
+    def error(held: int) -> InputError:
+        fact = f"says that a row holds {held} tokens, but the cache has room for {room}"
+        return InputError("lengths", fact, "Pass at most that, or allocate a larger cache")
+
+    yield Finding(rank.agreed(jnp.where(held > room, held, 0)), error)
+
+
+def _promise(rank: _Rank) -> Iterator[Finding]:
+    """No query sees a key beyond `max_distance`."""
+    call = rank.call
+    if call.max_distance is None:
+        return
+    batch, tokens, promises = *call.query.shape[:2], call.max_distance
+    call = dataclasses.replace(call, balance=None, expand=None, latents=None, expand_params=None)
+    ring, location = prepared(None, call, gathers=True)
+    call = with_all_ids(ring, call, location)
+    length = call.key.shape[1] * rank.ranks
+    nothing = jnp.zeros((batch, length, call.key.shape[2], 0), call.key.dtype)
+    whole = block_of(ring, call, location, KV((nothing, nothing)), 0)
+    most = max(1, _PAIRS // (batch * call.query.shape[2] * length))
+    rows = next(count for count in range(min(most, tokens), 0, -1) if tokens % count == 0)
+
+    def farthest(start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = whole.tile(start, rows, 0, length)
+        distance = (part.q_index[:, :, None] - part.kv_index[:, None, :])[:, None]
+        seen = visible(part)
+        seen = jnp.bool_(True) if seen is None else seen
+        seen = seen if part.bias is None else seen & (part.bias >= BIAS_FORBIDS)
+        return jnp.where(seen, distance, 0).max(), jnp.where(seen, -distance, 0).max()
+
+    sides = jax.lax.map(farthest, jnp.arange(0, tokens, rows, dtype=jnp.int32))
+    for side, promised, x in zip(("left", "right"), promises, sides, strict=True):
+        if promised is not None:
+            yield Finding(rank.agreed(jnp.where(x.max() > promised, x.max(), 0)), _broken(side, promised))
+
+
+def _broken(side: str, promised: int) -> Callable[[int], InputError]:
+    def error(sees: int) -> InputError:
+        fact = f"promises {promised} on the {side}, but the masks let a query see a key {sees} tokens away there"
+        return InputError("max_distance", fact, f"Pass at least {sees}")
+
+    return error
+
+
+CHECKS: Final[tuple[Callable[[_Rank], Iterator[Finding]], ...]] = (_split, _indices, _orders, _room, _promise)
+"""What is checked, in this order: the first error is raised."""
