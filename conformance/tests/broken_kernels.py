@@ -56,6 +56,13 @@ class LogTwo(Gathering):
         return out, lse / jnp.log(2.0)
 
 
+class MaxLogitsOfTheLastHop(Dense):
+    """`max_logits` are those of the last hop alone."""
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return dataclasses.replace(super().forward(block, partial), max_logits=super().forward(block, None).max_logits)
+
+
 class NarrowLse(Dense):
     """The lse is bfloat16 from hop to hop."""
 

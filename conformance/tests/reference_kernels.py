@@ -72,9 +72,10 @@ class Dense:
     """A block kernel that holds all scores."""
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        p, largest, lse = softmax(self.scores(block)[0])
+        s = self.scores(block)[0]
+        p, largest, lse = softmax(s)
         out = product("bnts,bsnh->btnh", p * keep(block), self.of_heads(block.v, block))
-        found = Partial(out, largest + lse)
+        found = Partial(out, largest + lse, s.max(-1) if block.rule.return_max_logits else None)
         return found if partial is None else merge(partial, found)
 
     def of_heads(self, x: jax.Array, block: Block) -> jax.Array:

@@ -68,6 +68,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "causal-lost-under-grad": Sabotage(broken.CausalLostUnderGrad(), (_PLAIN,), _DECODE % "3-plain"),
     "stale-keys": Sabotage(broken.StaleKeys(), (_point("gqa"),), _ON_ONE_RANK),
     "lse-in-log2": Sabotage(broken.LogTwo(), (_point("segments-padding"),), _PLAIN),
+    "max-logits-of-the-last-hop": Sabotage(broken.MaxLogitsOfTheLastHop(), (_point("max-logits"),), _PLAIN),
     "lse-in-bfloat16": Sabotage(broken.NarrowLse(), (_PLAIN,), _SCAN),
     "out-rounded-at-every-hop": Sabotage(broken.NarrowOut(), (_RMS,), _PLAIN),
     "dk-dv-swapped": Sabotage(broken.Swapped(), (_PLAIN,), _DECODE % "3-plain"),
@@ -103,8 +104,9 @@ REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gatherin
 
 
 def backend_of(name: str, kernel: Any) -> Backend:
-    door = "kernel" if isinstance(kernel, Dense) else "ring"
-    return Backend(name, 1, ("cpu",), frozenset(Feature), **{door: "saboteurs:SABOTEURS"})
+    if isinstance(kernel, Dense):
+        return Backend(name, 1, ("cpu",), frozenset(Feature), kernel="saboteurs:SABOTEURS")
+    return Backend(name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS}, ring="saboteurs:SABOTEURS")
 
 
 def pytest_configure(config: pytest.Config) -> None:

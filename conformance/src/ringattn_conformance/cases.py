@@ -34,8 +34,8 @@ FEATURES: Final = {
     "segments": Feature.SEGMENT_IDS, "positions": Feature.POSITIONS, "builder": Feature.MASK_BUILDER,
     "dense_mask": Feature.ATTENTION_MASK,
     "soft_cap": Feature.SOFT_CAP, "sinks": Feature.SINKS, "bias": Feature.BIAS, "slopes": Feature.ALIBI,
-    "dropout": Feature.DROPOUT, "lse": Feature.RETURN_LSE, "fused_backward": Feature.FUSED_BACKWARD,
-    "precision": Feature.PRECISION,
+    "dropout": Feature.DROPOUT, "lse": Feature.RETURN_LSE, "max_logits": Feature.MAX_LOGITS,
+    "fused_backward": Feature.FUSED_BACKWARD, "precision": Feature.PRECISION,
 }  # fmt: skip
 """The options of a case and the features that they need."""
 LARGEST_VALUE: Final = 2.75
@@ -92,6 +92,7 @@ class Case:
     sinks: str | None = None
     dropout: float = 0.0
     lse: bool = False
+    max_logits: bool = False
     fused_backward: bool = False
     precision: str | None = None
     block_size: int | None = None

@@ -44,7 +44,7 @@ class Answer:
 
     `largest` is the largest magnitude of a score that any query sees, sinks included. `uncapped` is the same before the
     soft cap, and 0 without a cap: it says how large the products are that float32 rounds.
-    `empty[B, N, T]` is True for rows that see no key.
+    `empty[B, N, T]` is True for rows that see no key. `max_logits[N]` is the largest score of each head.
     A backend may compute `delta` from the rounded output. `slack` is the most by which that changes the gradients that
     sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up.
     """
@@ -56,6 +56,7 @@ class Answer:
     slack: dict[str, float] = dataclasses.field(default_factory=dict)
     uncapped: float = 0.0
     empty: np.ndarray | None = None
+    max_logits: np.ndarray | None = None
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -174,6 +175,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         s = s - np.asarray(problem.slopes, np.float64)[None, :, None, None] * distances(problem)
     largest = float(np.max(np.abs(s), where=seen, initial=0.0))
     s, empty = np.where(seen, s, -np.inf), np.asarray(~seen.any(-1))
+    max_logits = s.max((0, 2, 3))
 
     highest = s.max(-1, initial=-np.inf)
     sinks = None if problem.sinks is None else sinks_of_heads(np.asarray(problem.sinks), heads)
@@ -190,7 +192,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = per_row(p * keep, v_heads)
     if dout is None:
-        return Answer(out, lse, largest, uncapped=uncapped, empty=empty)
+        return Answer(out, lse, largest, uncapped=uncapped, empty=empty, max_logits=max_logits)
 
     dout = np.asarray(dout, np.float64)
     dlse = np.zeros(lse.shape) if dlse is None else np.asarray(dlse, np.float64)
@@ -219,7 +221,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
-    return Answer(out, lse, largest, gradients, slack, uncapped, empty)
+    return Answer(out, lse, largest, gradients, slack, uncapped, empty, max_logits)
 
 
 def per_pair(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

@@ -26,12 +26,12 @@ DATA: Final = "data"
 HEADS: Final = "heads"
 ROLES: Final = Roles((DATA,), (RING,), (HEADS,))
 KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
-    "out": arrays.Output, "lse": arrays.LogSumExp,
+    "out": arrays.Output, "lse": arrays.LogSumExp, "max_logits": arrays.PerHead,
 }  # fmt: skip
 """The array type of every input and result of a call; the type names the axes by letters."""
 Arrays = dict[str, jax.Array]
 Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
-"""One rank's call: from the differentiable and the other inputs to `(out,)` or `(out, lse)`."""
+"""One rank's call: from the differentiable and the other inputs to the results in `Placed.outputs`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +100,16 @@ class Placed:
 
     @property
     def cotangents(self) -> tuple[jax.Array, ...]:
+        """The cotangents of the results. That of `max_logits`, which has no gradient, changes nothing."""
         given = [("out", self.inputs.dout)]
         given += [] if self.inputs.dlse is None else [("lse", self.inputs.dlse)]
+        given += [("max_logits", np.ones(self.case.heads, np.float32))] if self.case.max_logits else []
         return tuple(jnp.asarray(self.laid_out(name, x)) for name, x in given)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return ("out", "lse") if self.case.lse else ("out",)
+        asked = {"lse": self.case.lse, "max_logits": self.case.max_logits}
+        return "out", *(name for name in asked if asked[name])
 
     def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
         """The array with its sequence axis reordered from natural to layout order, or back if `inverse`."""
@@ -219,7 +222,8 @@ def static_options(case: Case) -> dict[str, Any]:
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
-        "return_lse": case.lse, "fused_backward": case.fused_backward, "precision": case.precision,
+        "return_lse": case.lse, "return_max_logits": case.max_logits, "fused_backward": case.fused_backward,
+        "precision": case.precision,
         "mask_builder": case.masks_of_heads.build if case.masks_of_heads else None,
         "cfg": RingAttentionConfig(sizes, sizes) if sizes else None,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from .cases import DTYPES, OPERANDS, Case, Inputs
 from .oracle import Answer
 
 FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
-"""Largest absolute error of the output and of the lse."""
+"""Largest absolute error of the output, the lse and `max_logits`."""
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, as a multiple of its largest element (taken as at least 0.1)."""
 HALF_PARTIALS: Final = 2.0
@@ -22,6 +22,8 @@ LOWER_PRECISION: Final = "bfloat16"
 """The dtype whose tolerances apply to calls with a `precision` below "highest"."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
+ROWS: Final = ("lse", "max_logits")
+"""The results that are float32 for inputs of any dtype."""
 PAIRS: Final = (("q_length", "kv_length"), ("heads", "kv_heads"), ("head_dim", "value_dim"))
 """Sizes that a failure tells together where they differ, even if one has its default."""
 
@@ -53,7 +55,7 @@ def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, wh
     faults = against_oracle(got, answer, dtype_of(case), case.value_gain)
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
-    faults += rounded_to_half({name: got[name] for name in ("lse",) if name in got}, answer)
+    faults += rounded_to_half({name: got[name] for name in ROWS if name in got}, answer)
     wrong.fail_if(faults, told(case, where), got)
 
 
@@ -75,7 +77,7 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
     The tolerance of the output is multiplied by `values`, the case's `value_gain`. A result whose own dtype is half
     precision, such as the gradient of a bfloat16 bias beside float32 inputs, has the tolerance of that dtype.
     """
-    wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
+    wanted = _wanted(answer)
     faults = []
     for name, x in got.items():
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
@@ -85,13 +87,18 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
     return faults
 
 
+def _wanted(answer: Answer) -> dict[str, Any]:
+    """The oracle's results by name."""
+    return {"out": answer.out, "lse": answer.lse, "max_logits": answer.max_logits, **answer.gradients}
+
+
 def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
     """A line for each result that a kernel rounded to half precision: its values all fit, most exact values do not.
 
     The gradient of a bias that is not broadcast is not judged: each of its entries is the derivative of one score,
     which kernels hold in the dtype of the inputs.
     """
-    wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
+    wanted = _wanted(answer)
     faults = []
     for name, x in got.items():
         if name == "dbias" and wanted[name].size == answer.lse.size * wanted[name].shape[-1]:
@@ -114,5 +121,5 @@ def _dtype_fault(name: str, dtype: np.dtype, case: Case, inputs: Inputs) -> list
     if operand is not None:
         want = getattr(inputs.problem, operand).dtype
     else:
-        want = np.dtype(np.float32 if name == "lse" else DTYPES[case.dtype])
+        want = np.dtype(np.float32 if name in ROWS else DTYPES[case.dtype])
     return [] if dtype == want else [f"{name}: got dtype {dtype}, want {want}"]

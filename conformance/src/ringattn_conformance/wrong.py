@@ -9,6 +9,7 @@ import numpy as np
 AXES: Final = {
     "out": ("batch row", "query", "head", "value component"),
     "lse": ("batch row", "head", "query"),
+    "max_logits": ("head",),
     "dq": ("batch row", "query", "head", "component"),
     "dk": ("batch row", "key", "key head", "component"),
     "dv": ("batch row", "key", "key head", "value component"),

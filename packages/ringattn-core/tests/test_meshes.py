@@ -183,13 +183,13 @@ def test_every_option_works_on_explicit_axes_and_within_a_manual_axis(kind: str,
 
     def loss_of_call(attend: Any) -> Any:
         def loss(x: Any, floats: Any) -> Any:
-            out, lse = attend(*x, more | floats)
-            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)), (out, lse)
+            out, lse, max_logits = attend(*x, more | floats)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)) + max_logits.sum(), (out, lse, max_logits)
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
     def attend(q: Any, k: Any, v: Any, more: Any, **named: Any) -> Any:
-        return ring_attention(q, k, v, **more, **SETTINGS, **named, return_lse=True)
+        return ring_attention(q, k, v, **more, **SETTINGS, **named, return_lse=True, return_max_logits=True)
 
     def stages(q: Any, k: Any, v: Any, more: Any) -> Any:
         def stage(*x: Any) -> Any:

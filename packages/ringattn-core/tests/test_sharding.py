@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an axis twice in a spec": (dict(in_specs=(P("data", "sp", "data"),) * 3), MeshError, "name a mesh axis twice"),
     "one axis twice": (dict(batch_axis_name="data", head_axis_name="data"), InputError, "share a mesh axis"),
     "another output": (dict(out_specs=P()), MeshError, "out_specs=P.* must be P.*, the spec of the q"),
-    "another lse": (dict(return_lse=True, out_specs=(SPLIT, P("sp"))), MeshError, "or a pair of it and P.*, that of"),
+    "another lse": (dict(return_lse=True, out_specs=(SPLIT, P("sp"))), MeshError, "or with P.* after it"),
     "specs without a mesh": (dict(mesh=None, axis_name=None, in_specs=(P(),) * 3), MeshError, "Pass mesh= too"),
     "no mesh": (dict(mesh=3), MeshError, r"mesh is int\. Pass a jax\.sharding\.Mesh"),
 }

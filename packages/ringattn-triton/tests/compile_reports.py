@@ -149,8 +149,9 @@ def for_amd(call: Any, operands: list[Any], architecture: str) -> Report:
     """A report on a launch, compiled with the same constants for an AMD GPU."""
     names = call.kernel.arg_names
     constants = dict(call.constants)
-    pointers = by_parameter(names, (_POINTERS[x.dtype.name] for x in (*operands, *call.outputs)))
-    signature = pointers | dict.fromkeys(constants, "constexpr")
+    types = (_POINTERS[x.dtype.name] for x in (*operands, *call.outputs))
+    pointers = by_parameter([name for name in names if name not in constants], types)
+    signature = {name: pointers.get(name, "constexpr") for name in names}
     aligned = {path: [["tt.divisibility", 16]] for path in paths(names, pointers)}
     source = ASTSource(call.kernel, signature, constants, aligned)
     options = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}

@@ -114,7 +114,7 @@ def for_hopper(block, fresh, monkeypatch):
     batch, length, heads, dim = block.q.shape
     lse = shape(batch, heads, length, dtype=jnp.float32)
     out = shape(batch, length, heads, dim, dtype=jnp.float32)
-    partial = None if fresh else Partial(out, lse)
+    partial = None if fresh else Partial(out, lse, lse if block.rule.return_max_logits else None)
     with compiling_for(90):
         program = jax.jit(KERNEL.forward).trace(alone(block) if fresh else block, partial)
         found = of_lowered(program.lower(lowering_platforms=("cuda",)))
@@ -140,6 +140,7 @@ OF_HOPPER = [
     *((" with dropout", dim, DROPPED, True) for dim in (128, 192, 256)),
     *((" with slopes", dim, SLOPED, True) for dim in (64, 128, 192, 256)),
     (" with slopes and a soft cap", 128, SLOPED | CAPPED, True),
+    ("", 128, {"causal": True, "return_max_logits": True}, False),
 ]
 
 

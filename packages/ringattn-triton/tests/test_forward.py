@@ -22,6 +22,8 @@ def check(block: Block, case: str, partial: Partial | None = None) -> Partial:
     """The result, if it is that of the XLA backend."""
     got, want = KERNEL.forward(block, partial), ringattn_xla.block.KERNEL.forward(block, partial)
     near(f"{case}: out", got.out, want.out, TOLERANCE[str(block.q.dtype)])
+    if block.rule.return_max_logits:
+        near(f"{case}: max_logits", got.max_logits, want.max_logits, TOLERANCE[str(block.q.dtype)])
     near(f"{case}: lse", got.lse, want.lse, TOLERANCE[str(block.q.dtype)])
     return got
 
@@ -41,6 +43,13 @@ def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monke
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 32)], ids=str)
 def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, int]) -> None:
     check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
+
+
+@pytest.mark.parametrize("option", ["negative scale", "all at once"])
+def test_the_largest_scores_are_those_of_all_blocks(option: str) -> None:
+    block = with_option(option, 37, 70, dim=24, return_max_logits=True)
+    for first in (dataclasses.replace(block, kv=2 * block.kv), dataclasses.replace(block, kv=block.kv / 2)):
+        check(block, "continued", check(first, "from nothing"))
 
 
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])

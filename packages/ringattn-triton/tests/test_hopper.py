@@ -142,6 +142,18 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited() -> None:
     check(make_block(1, 512, 512, dim=128, dtype=HALF, mask=mask_in_tiles(512, 128)), "scattered")
 
 
+@pytest.mark.parametrize("option", ["negative scale", "soft cap", "slopes", "segments", "plain"])
+def test_the_largest_scores_of_continued_blocks_are_exact(option: str) -> None:
+    """The kernel's own maxima are not: it updates them lazily, or with a soft cap has none."""
+    block, partial = half(option, 128, 200, 300, return_max_logits=True), None
+    for start, size in ((0, 172), (172, 128)):
+        partial = computed(block.tile(0, 200, start, size), partial)
+    assert partial is not None and partial.max_logits is not None
+    want = ringattn_xla.block.KERNEL.forward(block, None)
+    near("max_logits", partial.max_logits, want.max_logits, TOLERANCE["float32"])
+    near("out", partial.out, want.out, TOLERANCE["bfloat16"])
+
+
 @pytest.mark.parametrize(("cap", "dtype"), [(0.5, HALF), (50.0, jnp.float16), (300.0, HALF), (300.0, jnp.float16)])
 def test_capped_scores_at_both_ends_and_the_largest_values_are_right(cap: float, dtype: Any) -> None:
     """Some rows see nothing but the least score there can be, some nothing but the largest, some both."""

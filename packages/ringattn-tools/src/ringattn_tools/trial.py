@@ -84,7 +84,8 @@ def _inputs(problem: Problem) -> Call:
             "its problem was not made from a call",
             "Tune a problem that core made, or run ringattn tune",
         )
-    call = dataclasses.replace(call, **dict.fromkeys(UNSEEN))
+    unused = {field.name: field.default for field in dataclasses.fields(Call) if field.name in UNSEEN}
+    call = dataclasses.replace(call, **unused)
     keys = jax.random.split(jax.random.key(0), len(call.arrays))
     made = {name: _array(name, x, problem, key) for (name, x), key in zip(call.arrays.items(), keys, strict=True)}
     return dataclasses.replace(call, **made)

@@ -41,21 +41,25 @@ def forward(block: Block, partial: Partial | None) -> Partial:
         products=2,
     )
     out = jnp.swapaxes(found["out"][:, :, :q_length], 1, 2)
-    return _result(out, found["softmax"][..., :q_length])
+    return _result(block, out, found["softmax"][..., :q_length])
 
 
 def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
     """The state of the online softmax that `partial` stands for, `[B, N, 2, T]`: a maximum and a sum for each query.
 
-    The maximum is the lse in units of log2, so the sum relative to it is 1. A query that has seen no key has sum 0.
+    The maximum is in units of log2. Without `max_logits`, the lse serves as the maximum, so the sum relative to it is
+    1. A query that has seen no key has sum 0.
     """
-    nothing = jnp.isneginf(partial.lse)
-    largest = jnp.where(nothing, kernel.LOWEST, partial.lse * LOG2_E)
-    return padded(jnp.stack([largest, jnp.where(nothing, 0.0, 1.0)], 2), given.sizes.q_length, 3)
+    nothing, known = jnp.isneginf(partial.lse), partial.max_logits
+    largest = jnp.where(nothing, kernel.LOWEST, (partial.lse if known is None else known) * LOG2_E)
+    total = jnp.where(nothing, 0.0, 1.0 if known is None else jnp.exp2(partial.lse * LOG2_E - largest))
+    return padded(jnp.stack([largest, total], 2), given.sizes.q_length, 3)
 
 
-def _result(out: jax.Array, softmax: jax.Array) -> Partial:
+def _result(block: Block, out: jax.Array, softmax: jax.Array) -> Partial:
     """The partial result from `out` and the final maximum and sum of each query, `softmax [B, N, 2, T]`."""
     largest, total = softmax[:, :, 0], softmax[:, :, 1]
     # The sum is taken in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
-    return Partial(out, jnp.where(total == 0.0, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E))
+    lse = jnp.where(total == 0.0, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E)
+    max_logits = jnp.where(total == 0.0, -jnp.inf, largest / LOG2_E) if block.rule.return_max_logits else None
+    return Partial(out, lse, max_logits)

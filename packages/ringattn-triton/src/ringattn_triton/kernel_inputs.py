@@ -40,7 +40,7 @@ class BlockConstants:
     Kernels then leave `unbend` out of scores, because the largest product has the largest score. `fold` converts the
     results of `scores.scored` to units of log2. `below`, `above`: a query sees no key below, or above, some position.
     `fast`: kernels may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do
-    offsets into an array `[queries, keys]`.
+    offsets into an array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
     """
 
     q_length: int
@@ -94,6 +94,7 @@ class BlockConstants:
     mask_batch: int
     mask_head: int
     mask_query: int
+    max_logits: bool
 
     @property
     def group(self) -> int:
@@ -284,6 +285,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         mask_batch=_stride(mask_words, 0),
         mask_head=_stride(mask_words, 1),
         mask_query=-(-kv_length // mask_bits.BITS),
+        max_logits=rule.return_max_logits,
     )
     return KernelInputs(arrays, constants)
 

@@ -33,6 +33,7 @@ _FEATURES: Final = (
     Feature.STRIPED,
     Feature.PRECISION,
     Feature.FUSED_BACKWARD,
+    Feature.MAX_LOGITS,
 )
 
 BACKEND: Final = Backend(

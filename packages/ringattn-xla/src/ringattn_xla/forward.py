@@ -21,17 +21,28 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    # The sum of exp(s - lse) over the keys so far: 1, or 0 for a query that has seen no key.
-    total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
-    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (before.lse, total)])
-    out = padded(before.out, block.q_length, 1)
+    largest, total = _begun(before)
+    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
+    out = before.out if before.max_logits is None else before.out * jnp.swapaxes(total, 1, 2)[..., None]
+    out = padded(out, block.q_length, 1)
     surviving = 1.0 - block.rule.dropout_prob
     begun = {"out": out * surviving, "softmax": softmax}
     found = over_visible_tiles(block, size, _continued, {}, begun, _AXES)
     largest, total = (from_row_values(x, block)[:, :, :length] for x in found["softmax"])
     weight = jnp.where(total == 0.0, 1.0, total) * surviving
     out = found["out"][:, :length] / jnp.swapaxes(weight, 1, 2)[..., None]
-    return Partial(out, largest + jnp.log(total))
+    return Partial(out, largest + jnp.log(total), largest if block.rule.return_max_logits else None)
+
+
+def _begun(before: Partial) -> tuple[jax.Array, jax.Array]:
+    """The largest score of each query so far, and the sum of `exp(s - largest)`, which is 0 if it has seen no key.
+
+    Without `max_logits`, the lse serves as the largest score: the sum is then 1.
+    """
+    nothing = jnp.isneginf(before.lse)
+    if before.max_logits is None:
+        return before.lse, jnp.where(nothing, 0.0, 1.0)
+    return before.max_logits, jnp.exp(before.lse - jnp.where(nothing, 0.0, before.max_logits))
 
 
 def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:

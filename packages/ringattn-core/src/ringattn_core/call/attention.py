@@ -62,6 +62,7 @@ def ring_attention(
     precision: str | jax.lax.Precision | None = None,
     fused_backward: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     expand: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     expand_params: Any = None,
     check_positions: arrays.QueryPositions | None = None,
@@ -121,7 +122,7 @@ def ring_attention(
         in_specs: Three equal `PartitionSpec`s, of query, key and value, instead of `batch_axis_name` and
             `head_axis_name`. The specs of all other arrays follow from them. Only with `mesh`.
         out_specs: The `PartitionSpec` of the output, which is that of the query, so it may always be left out. With
-            `return_lse`, the spec of the lse may follow it in a tuple.
+            `return_lse` or `return_max_logits`, the specs of the other results may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         balance: "zigzag" computes in zigzag order although arrays are in contiguous order, so that a causal ring has
             equal work on every rank. Ranks exchange half of each shard before attention, and of its output after.
@@ -138,6 +139,8 @@ def ring_attention(
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
             from run to run.
         return_lse: Also returns the natural logarithm of the denominator of the softmax.
+        return_max_logits: Also returns the largest score of each head that a query sees, over the ring and the batch,
+            after scale, soft cap, bias and ALiBi; without a gradient. Sinks and dropout do not enter.
         expand: `(x, expand_params) -> (key, value)`, for each token by itself. Pass `x`, an array or a pytree of arrays
             `[B, S, ...]`, in place of `key`, and no `value`: `x` travels, and each rank computes keys and values on
             arrival, in the backward pass too. With strategy "ulysses", ranks expand before they exchange heads.
@@ -151,7 +154,8 @@ def ring_attention(
 
     Returns:
         The output `[B, T, N, Hv]`, in the dtype of the query. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in
-        float32. A query that sees no key has output 0.
+        float32. A query that sees no key has output 0. With `return_max_logits`, `max_logits` `[N]` in float32 is the
+        last of the results, `(out, max_logits)` or `(out, lse, max_logits)`; -inf for a head that sees no key.
 
     Raises:
         ringattn_core.errors.InputError: An argument has a value that no backend accepts.
@@ -238,6 +242,7 @@ def per_shard(backend: str) -> RingKernel:
         strategy: str = "ring",
         max_distance: int | tuple[int | None, int | None] | None = None,
         balance: str | None = None,
+        return_max_logits: bool = False,
     ) -> Any:
         """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
 

@@ -238,7 +238,7 @@ def _attend(registration: Registration, call: Call) -> Any:
             "Pass another backend",
         )
     call = call if call.check is None else call.check(call)
-    out, lse = cache.attend(registration.implementation(), with_parameters(registration, call))
+    out, lse, _ = cache.attend(registration.implementation(), with_parameters(registration, call))
     return (out, lse) if call.return_lse else out
 
 
@@ -257,6 +257,5 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
         name: (roles if name in ("key", "value", "kv_positions") else whole).spec(ARRAYS[name], x.shape)
         for name, x in call.arrays.items()
     }
-    outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
-    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
+    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, whole)
     return (out, *lse) if lse else out

@@ -32,10 +32,11 @@ def answer(registration: Registration, call: Call) -> Any:
     backend, implementation = registration.descriptor(), registration.implementation()
     call = call if call.check is None else call.check(call)
     call = dataclasses.replace(call, strategy=settled(registration, call))
-    if backend.kernel is None and call.balance:
-        fact = f"{call.balance!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
-        raise InputError("balance", fact, "Leave it out, or pass another backend")
     if backend.kernel is None:
+        for name in ("balance", "return_max_logits"):
+            if asked := getattr(call, name):
+                fact = f"{asked!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
+                raise InputError(name, fact, "Leave it out, or pass another backend")
         result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))
     else:
         result = run(registration, call)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..contract.call import Call
 from ..errors import MeshError
-from ..placement import arrays, axes
+from ..placement import axes
 from ..placement.arrays import BATCH_AXES, Roles
 from ..placement.layout import refuse_indivisible
 from ..placement.mesh import of_arrays, ranks_of, refuse_unknown_axes
@@ -156,9 +156,9 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 
 def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
-    """Raises unless `out_specs` is the spec of the output, or a tuple of that and, optionally, the spec of the lse."""
+    """Raises unless `out_specs` is the spec of the output, or a tuple of that and the specs of the next results."""
     given = tuple(out_specs) if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, P) else (out_specs,)
-    wanted = [roles.spec(result) for result in (arrays.Output, arrays.LogSumExp)][: 1 + call.return_lse]
+    wanted = [roles.spec(kind) for kind in call.results.values()]
     fit = all(
         isinstance(spec, P) and _entries("out_specs", spec) == _entries("", own)
         for spec, own in zip(given, wanted, strict=False)
@@ -166,7 +166,7 @@ def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
     if not given or len(given) > len(wanted) or not fit:
         raise MeshError(
             f"out_specs={out_specs} must be {wanted[0]}, the spec of the query"
-            f"{f', or a pair of it and {wanted[1]}, that of the lse' if call.return_lse else ''}. "
+            f"{''.join(f', or with {spec} after it' for spec in wanted[1:])}. "
             f"Pass that, or leave out_specs out"
         )
 

@@ -65,6 +65,7 @@ OPTIONS: Final = (
     Option("strategy", checks.strategy),
     Option("max_distance", checks.window),
     Option("balance", checks.balance),
+    Option("return_max_logits", checks.flag, feature=Feature.MAX_LOGITS),
     Option("check_positions", checks.positions),
 )
 _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}

@@ -50,13 +50,18 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, 
             lengths = " and ".join(str(x) for x in dict.fromkeys((length, given.key.shape[1])))
             error.add_note(f"Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not {lengths}.")
         raise
-    outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
-    out, *lse = over_shards(work, registration, call, mesh, specs(call, roles), outputs)
+    out, *others = over_shards(work, registration, call, mesh, specs(call, roles), roles)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
-        out = over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]
-        lse = [over_explicit(x, mesh, whole.spec(arrays.LogSumExp))[..., :length] for x in lse]
-    return (out, *lse) if lse else out
+        kinds = zip((out, *others), call.results.values(), strict=True)
+        out, *others = (_of_tokens(over_explicit(x, mesh, whole.spec(kind)), kind, length) for x, kind in kinds)
+    return (out, *others) if others else out
+
+
+def _of_tokens(x: jax.Array, kind: Any, length: int) -> jax.Array:
+    """The part of `x` for the first `length` queries; all of `x` if this `kind` of result has no axis of queries."""
+    names = arrays.letters(kind)
+    return jax.lax.slice_in_dim(x, 0, length, axis=names.index("T")) if "T" in names else x
 
 
 def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None) -> tuple[Call, Roles]:
@@ -89,17 +94,17 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
 
 
 def over_shards(
-    work: Work, registration: Registration, call: Call, mesh: Any, split: dict[str, P], outputs: tuple[P, P]
+    work: Work, registration: Registration, call: Call, mesh: Any, split: dict[str, P], roles: Roles
 ) -> tuple[jax.Array, ...]:
-    """Runs `work` on each shard of global arrays. Returns the output, and the log-sum-exp if the call asks for it.
+    """Runs `work` on each shard of global arrays. Returns the results that the call asks for (`call.results`).
 
-    `split` has the specs of the arrays by name, and `outputs` those of the two results.
+    `split` has the specs of the arrays by name, and `roles` say how the results are split.
     """
     placed: Arrays = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     for name in ("latents", "expand_params") if call.expand is not None else ():
         placed[name] = [_placed(x, mesh, split[name]) for x in getattr(call, name)]
     options = dataclasses.replace(call, **dict.fromkeys((*ARRAYS, "latents", "expand_params")))
-    out_specs = outputs if call.return_lse else outputs[:1]
+    out_specs = tuple(roles.spec(kind) for kind in call.results.values())
     program = Program(
         work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name)
     )
@@ -123,9 +128,9 @@ class Program:
     state: Any
 
     def of_rank(self, local: Arrays) -> tuple[jax.Array, ...]:
-        """The output for a rank's arrays `local`, and the log-sum-exp if the call asks for it."""
+        """The results for a rank's arrays `local`."""
         found = self.work(self.registration, dataclasses.replace(self.options, **local))
-        return found if self.options.return_lse else (found,)
+        return found if len(self.out_specs) > 1 else (found,)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -168,8 +173,11 @@ _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec
 
 
 def _padded(call: Call, queries: int, keys: int) -> Call:
-    """Adds padding tokens. Padding keys get a negative segment id; `sharded` cuts padding queries."""
-    if keys and call.q_segment_ids is None:
+    """Adds padding tokens. Padding keys get a negative segment id; `sharded` cuts padding queries.
+
+    With `return_max_logits`, padding queries get a negative id too, so that their scores do not count.
+    """
+    if (keys or (queries and call.return_max_logits)) and call.q_segment_ids is None:
         ids = {
             f"{side}_segment_ids": jnp.zeros(x.shape[:2], jnp.int32)
             for side, x in (("q", call.query), ("kv", call.key))

@@ -66,6 +66,7 @@ class Call:
     strategy: str = "ring"
     max_distance: tuple[int | None, int | None] | None = None
     balance: str | None = None
+    return_max_logits: bool = False
     wide: tuple[str, ...] = ()
     check_positions: arrays.QueryPositions | None = None
     check: Callable[["Call"], "Call"] | None = None
@@ -122,6 +123,13 @@ class Call:
         """The arrays that the call has, by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
+    @property
+    def results(self) -> dict[str, Any]:
+        """The array types of the results that the caller asks for, by name and in order."""
+        asked = {"lse": self.return_lse, "max_logits": self.return_max_logits}
+        kinds = {"lse": arrays.LogSumExp, "max_logits": arrays.PerHead}
+        return {"out": arrays.Output} | {name: kind for name, kind in kinds.items() if asked[name]}
+
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function (`RingKernel`)."""
         names = [field.name for field in dataclasses.fields(self)]
@@ -145,6 +153,7 @@ class Call:
             fused_backward=self.fused_backward,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
+            return_max_logits=self.return_max_logits,
         )
 
     @property

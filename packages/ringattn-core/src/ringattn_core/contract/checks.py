@@ -26,6 +26,7 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
         "out": jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype),
         "lse": jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
     }
+    wanted |= {"max_logits": wanted["lse"]} if block.rule.return_max_logits else {}
     return align(_checked(kernel, "forward", result, Partial, wanted, block.final), axes_of(block, partial))
 
 

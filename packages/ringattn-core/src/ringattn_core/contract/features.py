@@ -27,6 +27,7 @@ class Feature(enum.Enum):
     ALIBI = "A slope for each head times the distance is subtracted from scores, with its gradient."
     DROPOUT = "Attention weights are dropped by random bits that depend on a seed and on global indices only."
     RETURN_LSE = "The log-sum-exp of the scores is returned too, and is differentiable."
+    MAX_LOGITS = "The largest score of each head is returned too, without a gradient."
     ZIGZAG = "Rank r holds chunks r and 2D-1-r."
     STRIPED = "Token i lies on rank i mod D."
     PRECISION = "Matrix products of float32 at a lower precision, where the caller asks."

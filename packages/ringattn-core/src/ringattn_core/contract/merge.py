@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges partial results of attention over different keys, and adds attention sinks."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -27,13 +28,14 @@ def empty(block: Block) -> Partial:
     """The identity of `merge` for the queries of `block`: no key seen yet."""
     batch, length, heads = block.q.shape[:3]
     out = jnp.zeros((batch, length, heads, block.value_dim), jnp.float32)
-    return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32))
+    lse = jnp.full((batch, heads, length), -jnp.inf, jnp.float32)
+    return Partial(out, lse, lse if block.rule.return_max_logits else None)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial result over the keys of `a` and of `b` together; both are of the same queries and of different keys.
 
-    Associative and commutative up to rounding; `empty` is the identity.
+    Associative and commutative up to rounding; `empty` is the identity. The result has `max_logits` if both have it.
     """
     a, b = _arrays("a", a), _arrays("b", b)
     for argument, x in (("a", a), ("b", b)):
@@ -46,17 +48,19 @@ def _arrays(argument: str, x: Any) -> Partial:
     """The partial result `x` with JAX arrays; raises for anything else."""
     if not isinstance(x, Partial):
         raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
-    arrays = Partial(as_array(argument, x.out), as_array(argument, x.lse))
-    for name, array in (("out", arrays.out), ("lse", arrays.lse)):
+    given = {"out": x.out, "lse": x.lse} | ({} if x.max_logits is None else {"max_logits": x.max_logits})
+    arrays = {name: as_array(argument, array) for name, array in given.items()}
+    for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise InputError(argument, f"has {name} of dtype {array.dtype}", "Pass floating-point arrays")
-    return arrays
+    return Partial(**arrays)
 
 
 def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:
     """Raises unless the arrays of a partial result fit together, and its output has the shape `wanted`."""
-    out, lse = x.out.shape, x.lse.shape
-    if out != wanted or len(out) != 4 or lse != (out[0], out[2], out[1]):
+    out, *of_rows = (array.shape for array in jax.tree.leaves(x))
+    lse = x.lse.shape
+    if out != wanted or len(out) != 4 or {*of_rows} != {(out[0], out[2], out[1])}:
         raise InputError(
             argument,
             f"has out {out} and lse {lse}",
@@ -94,7 +98,9 @@ def merged(parts: Sequence[Partial]) -> Partial:
     weights = [jnp.exp(part.lse - safe) for part in parts]
     total = functools.reduce(jnp.add, weights)
     out = functools.reduce(jnp.add, (part.out * _over_out(weight) for part, weight in zip(parts, weights, strict=True)))
-    return _normalised(out, total, safe)
+    known = [part.max_logits for part in parts if part.max_logits is not None]
+    max_logits = functools.reduce(jnp.maximum, known) if len(known) == len(parts) else None
+    return dataclasses.replace(_normalised(out, total, safe), max_logits=max_logits)
 
 
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[Partial]:
@@ -139,7 +145,8 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N sinks"] | None) -> Par
     if sinks is None:
         return partial
     lse = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1)[None, :, None], partial.lse.shape)
-    return merged([partial, Partial(jnp.zeros_like(partial.out), lse)])
+    found = merged([partial, Partial(jnp.zeros_like(partial.out), lse)])
+    return dataclasses.replace(found, max_logits=partial.max_logits)
 
 
 def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:

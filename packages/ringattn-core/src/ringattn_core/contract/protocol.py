@@ -170,10 +170,14 @@ class Partial:
 
     A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32; for a block with `final`
     it may have the dtype of the queries.
+
+    `max_logits` is the largest score of each query, after the soft cap, bias and ALiBi; -inf for a query that has seen
+    no key. It is `None` unless `rule.return_max_logits` asks for it.
     """
 
     out: Float[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
+    max_logits: Float32[Array, "B N T"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -32,6 +32,7 @@ class Rule:
         fused_backward: The backward pass may add up gradients in any order, so results may differ from run to run.
         fwd_params: The tile sizes of the forward kernel.
         bwd_params: The tile sizes of the backward kernels.
+        return_max_logits: The forward kernel also returns `Partial.max_logits`.
     """
 
     softmax_scale: float
@@ -47,6 +48,7 @@ class Rule:
     fused_backward: bool = False
     fwd_params: FwdParams = FwdParams()
     bwd_params: BwdParams = BwdParams()
+    return_max_logits: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dropout_prob", math.floor(self.dropout_prob * 2**16) / 2**16)

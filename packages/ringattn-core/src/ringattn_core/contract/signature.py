@@ -58,11 +58,13 @@ class RingKernel(Protocol):
         strategy: str = "ring",
         max_distance: int | tuple[int | None, int | None] | None = None,
         balance: str | None = None,
+        return_max_logits: bool = False,
     ) -> Any: ...
 
 
-OF_CORE: Final = ("strategy", "max_distance", "balance")
-"""Parameters that a backend's own ring function does not get, because core acts on them before it calls a kernel."""
+OF_CORE: Final = ("strategy", "max_distance", "balance", "return_max_logits")
+"""Parameters that a backend's own ring function does not get: core acts on them, and only block kernels return
+`max_logits`."""
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:

@@ -24,7 +24,7 @@ from .plan import levels
 
 
 def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
-    """Runs the ring with `kernel`: `(out, lse)` of this rank's queries against the keys of all ranks.
+    """Runs the ring with `kernel`: the result for this rank's queries against the keys of all ranks.
 
     With `gathers`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is how many
     consecutive tokens form a run in a shard of the striped layout.
@@ -71,7 +71,7 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(ring: Ring, call: Call, location: Location) -> Result:
-    """`(out, lse)` of this rank's queries against the keys of all ranks."""
+    """The result for this rank's queries against the keys of all ranks."""
     return forward(ring, call, location)[0]
 
 
@@ -110,17 +110,18 @@ def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Res
     return result, (jnp.zeros(int(bias_fixed), jnp.int8), residuals)
 
 
-def _backward_rule(
-    ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]
-) -> tuple[Call, None]:
-    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
+def _backward_rule(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: Result) -> tuple[Call, None]:
+    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on.
+
+    The cotangent of `max_logits`, the third result, is ignored: `strategies.run` stops its gradient.
+    """
     bias_fixed, kept = residuals
 
     def array(x: Any) -> jax.Array:
         zero = isinstance(x, jax.custom_derivatives.SymbolicZero)
         return align(jnp.zeros(x.shape, x.dtype), axes_of(kept.call)) if zero else x  # pyright: ignore[reportArgumentType]
 
-    dout, dlse = first_derivative_only([array(x) for x in cotangents])
+    dout, dlse = first_derivative_only([array(x) for x in cotangents[:2]])
     return backward(ring, bias_fixed.size == 1, kept, dout, dlse), None
 
 

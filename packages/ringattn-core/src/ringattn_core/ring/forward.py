@@ -6,7 +6,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,15 @@ from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
 from .sends import KV, after, packed, sent
 
-Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
+
+class Result(NamedTuple):
+    """The results of a call on one rank; `max_logits` are those of its queries, or `None` if the call asks for none."""
+
+    out: Float[Array, "B T N Hv"]
+    lse: Float32[Array, "B N T"]
+    max_logits: Float32[Array, " N"] | None = None
+
+
 ForwardBody = Callable[[KV, Any, Partial | None], Partial]
 """`body(kv, offset, partial)` continues `partial` with the keys `kv`, which have travelled `offset` to this rank. It is
 a kernel, or the loop over an inner mesh axis of the ring."""
@@ -42,7 +50,7 @@ class Residuals:
 
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
-    """`(out, lse)` of this rank's queries and the keys of all ranks, and the residuals for the backward pass."""
+    """The result for this rank's queries and the keys of all ranks, and the residuals for the backward pass."""
     call = whole_keys.with_all_ids(ring, call.narrowed(), location)
     kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
@@ -58,7 +66,8 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     partial = with_sinks(body(packed(own) if ring.passes_on else own, 0, None), sinks_of(call))
     out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
     lse = checkpoint_name(partial.lse, LSE_NAME)
-    return (out, lse), Residuals(call, location, out, lse)
+    max_logits = None if partial.max_logits is None else partial.max_logits.max((0, 2))
+    return Result(out, lse, max_logits), Residuals(call, location, out, lse)
 
 
 def around(level: Level, body: ForwardBody) -> ForwardBody:

@@ -16,6 +16,7 @@ from ..contract.call import Call
 from ..contract.varying import align
 from ..placement import axes
 from ..placement.arrays import LogSumExp, Output, letters
+from ..ring.forward import Result
 from .ulysses import axis_of
 
 
@@ -31,13 +32,13 @@ def folded(call: Call) -> Call:
     return dataclasses.replace(call, **moved, layout="zigzag")
 
 
-def unfolded(call: Call, result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` in contiguous order, from the result of `call`, a call that `folded` made."""
+def unfolded(call: Call, result: Result) -> Result:
+    """`result` in contiguous order; it is that of `call`, a call that `folded` made."""
     out, lse = (
         _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
-        for x, kind in zip(result, (Output, LogSumExp), strict=True)
+        for x, kind in ((result.out, Output), (result.lse, LogSumExp))
     )
-    return out, lse
+    return result._replace(out=out, lse=lse)
 
 
 def _swapped(x: jax.Array, dim: int, axis: tuple[str, ...], back: bool = False) -> jax.Array:

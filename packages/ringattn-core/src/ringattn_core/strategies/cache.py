@@ -50,7 +50,7 @@ def attend(kernel: BlockKernel, call: Call) -> Result:
     asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
-    return partial.out.astype(call.query.dtype), partial.lse
+    return Result(partial.out.astype(call.query.dtype), partial.lse)
 
 
 def not_differentiable(call: Call) -> Call:

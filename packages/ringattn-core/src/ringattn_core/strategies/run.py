@@ -3,10 +3,13 @@
 
 from typing import Any
 
+import jax
+
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.static_masks import wants_static_masks
+from ..contract.varying import align
 from ..errors import InputError
 from ..placement import axes
 from ..placement.layout import Shards
@@ -72,16 +75,30 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 
 def run(registration: Registration, call: Call) -> Any:
-    """A rank's output, or `(out, lse)` with `return_lse`. `call.strategy` must be one that `settled` returns."""
+    """A rank's output, or a tuple of all `call.results`. `call.strategy` must be one that `settled` returns."""
     moved = with_parameters(registration, that_runs(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     exchanged = call.strategy == "ulysses"
     stripe = axes.size((call.axis_name or ())[-1:]) if exchanged else 1
     result = engine.run(registration.implementation(), moved, gathers=call.strategy == "all_gather", stripe=stripe)
     result = balance.unfolded(moved, result) if call.balance else result
-    if exchanged:
-        return ulysses.by_tokens(call, result)
-    return result if call.return_lse else result[0]
+    result = ulysses.by_tokens(call, result) if exchanged else result
+    if call.return_max_logits:
+        result = result._replace(max_logits=_over_ranks(call, result.max_logits))
+    asked = tuple(getattr(result, name) for name in call.results)
+    return asked if len(asked) > 1 else result.out
+
+
+def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
+    """The largest of the ranks' `max_logits`, over the ring and the batch, without a gradient.
+
+    Axes of size 1 need no name in the call, but JAX may track that the result varies over them: so they take part.
+    """
+    named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
+    alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}
+    over = (*named, *sorted(alone - {*named}))
+    own = align(jax.lax.stop_gradient(max_logits), axes.tracked() & {*over})
+    return jax.lax.pmax(own, over) if over else own
 
 
 def that_runs(call: Call) -> Call:

@@ -20,6 +20,7 @@ from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
+from ..ring.forward import Result
 
 HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
@@ -51,8 +52,11 @@ def by_heads(call: Call) -> Call:
     return dataclasses.replace(call, axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
 
 
-def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
-    """The output of `call`, or its `(out, lse)`, from the result of `by_heads(call)`."""
+def by_tokens(call: Call, result: Result) -> Result:
+    """The result of `call` from that of `by_heads(call)`; without `return_lse`, `lse` stays as it is.
+
+    `max_logits` are -inf for the heads of other ranks.
+    """
     assert call.axis_name is not None
     inner = call.axis_name[-1]
     ranks = axes.size((inner,))
@@ -63,8 +67,14 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
         in_rank_order = to_neighbours(x, call.layout, ranks, tokens)
         return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
 
-    out, lse = result
-    return (back(out, arrays.Output), back(lse, arrays.LogSumExp)) if call.return_lse else back(out, arrays.Output)
+    found = result._replace(out=back(result.out, arrays.Output))
+    if call.return_lse:
+        found = found._replace(lse=back(result.lse, arrays.LogSumExp))
+    if result.max_logits is not None:
+        all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
+        first = jax.lax.axis_index(inner) * len(result.max_logits)
+        found = found._replace(max_logits=jax.lax.dynamic_update_slice(all_heads, result.max_logits, (first,)))
+    return found
 
 
 def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:

@@ -104,7 +104,7 @@ def tunable(registration: Registration) -> bool:
 UNSEEN: Final = (
     "softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", *OF_CORE, *INTERNAL
 )  # fmt: skip
-"""The arguments of a call that never reach a kernel."""
+"""The arguments of a call that never reach a kernel, or do not change which tile sizes are best."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",
     *UNSEEN, "softmax_scale", "dropout_seed", "fwd_params", "bwd_params",

@@ -21,7 +21,7 @@ from ..availability import TRITON_FLOOR, triton_version
 from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
-from ..portable.family import results
+from ..portable import family as portable
 from . import bias_tiles, schedules
 from .backward import TARGET, why_not
 from .backward import backward as backward
@@ -56,7 +56,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     constants = inputs.constants
     plan = _plan(block, constants, partial)
     table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
-    before = [None] * 2 if partial is None else [partial.out, partial.lse]
+    before = portable.before_of(block, partial)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
         table.bounds,
@@ -64,22 +64,23 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         *before,
         table.counters,
     ]
-    last = len(arrays) - 1
+    outputs, last = portable.results(block), len(arrays) - 1
     batch, _, heads, _ = block.q.shape
-    out, lse, _ = launch(
+    *found, _ = launch(
         forward_kernel,
         arrays,
-        [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
+        [*outputs, jax.ShapeDtypeStruct((1,), jnp.int32)],
         grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
         registers=plan.registers_at_start,
-        aliases={last: 2} | {last - 2 + i: i for i, x in enumerate(before) if x is not None},
+        aliases={last: len(outputs)} | {last - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_hopper_forward",
         F=constants,
         T=table.shape,
         BATCH=batch,
         PLAN=plan,
+        **portable.unused(block),
     )
-    return Partial(out, lse)
+    return Partial(*found)
 
 
 def _why_not_here(block: Block, target: Target) -> str | None:

@@ -22,7 +22,7 @@ from .hardware_barriers import read_number
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .pipeline import ForwardMemory, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
-from .results import continued_rows, loaded, written
+from .results import continued_rows, loaded, no_maxima, written
 from .schedules import CONSUMER_ROWS
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_values
@@ -31,13 +31,14 @@ from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_value
 @gluon.jit
 def forward(
     Q, K, V, P,
-    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, TAKEN,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, TAKEN_BEFORE, OUT, LSE, MAX, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Writes `OUT` and `LSE`, by one persistent program for each multiprocessor.
+    """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`, by one persistent program for each multiprocessor.
 
     A turn is one query tile of one head. Programs take turns from the counter `TAKEN`, which begins at 0
-    (`TAKEN_BEFORE`). `OUT_BEFORE` and `LSE_BEFORE` are the partial result to continue, unless `PLAN.fresh`.
+    (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue, unless
+    `PLAN.fresh`.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -74,6 +75,9 @@ def forward(
     begin(shared.turns_full, 2)
     BEFORE = (OUT_BEFORE, LSE_BEFORE)
     AFTER = (OUT, LSE)
+    if F.max_logits:
+        BEFORE = (OUT_BEFORE, LSE_BEFORE, MAX_BEFORE)
+        AFTER = (OUT, LSE, MAX)
     ARRAYS = (Q, K, V, OUT)
     all_turns = T.rows * BATCH * F.heads
     if PLAN.consumers == 2:
@@ -112,10 +116,10 @@ def _consume(
     taken = 0
     done = 0
     acc = no_sums(F.value_dim)
-    top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
+    tops = no_maxima(0.0, F, OF_ROWS)
     total = sums_of_parts(nought)
     weights = packed(nought, shared.k[0].dtype)
-    shrink = top + 1.0
+    shrink = tops[0] + 1.0
     if PLAN.ordered and PLAN.consumers - 1 == NUMBER:
         pass_order(NUMBER, PLAN.consumers)
     row = next_turn(shared, done)
@@ -151,19 +155,19 @@ def _consume(
             drawn = _drawn(shared, taken, P, batch, start, counter, head, True, F, PLAN)
         else:
             drawn = _drawn(shared, taken, P, batch, start, counter, head, False, F, PLAN)
-        old_top, old_total = top, total
-        top, kept = continued_rows(BEFORE[1], start, batch, head_number, F, PLAN, OF_ROWS)
+        old_tops, old_total = tops, total
+        tops, kept = continued_rows(BEFORE, start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
         leave("keys", taken % PLAN.stages, PLAN)
-        s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
+        s, base, tops, shrink = scored(s, tops, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
         p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
         acc = finished(acc)
         if done > 0:
             leave("values", before, PLAN)
             if apart(F.value_dim):
                 leave("rest", 0, PLAN)
-            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
+            written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
             acc = loaded(BEFORE[0], start, batch, head_number, F)
@@ -179,13 +183,13 @@ def _consume(
         weights = packed(p, queries_here[0].dtype)
         taken += 1
         if F.dropout and counter < 0:
-            acc, weights, total, top, shrink, taken = _other_steps(
-                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+            acc, weights, total, tops, shrink, taken = _other_steps(
+                acc, weights, total, tops, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
                 from_origin, head, start, counter, P, batch, True, F, PLAN, SCORES,
             )  # fmt: skip
         else:
-            acc, weights, total, top, shrink, taken = _other_steps(
-                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+            acc, weights, total, tops, shrink, taken = _other_steps(
+                acc, weights, total, tops, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
                 from_origin, head, start, counter, P, batch, False, F, PLAN, SCORES,
             )  # fmt: skip
         if PLAN.q_places == 1:
@@ -198,12 +202,12 @@ def _consume(
         last = taken - 1
         acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
         acc = finished(acc)
-        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
+        written(acc, tops, total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
 
 
 @gluon.jit
 def _other_steps(
-    acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
+    acc, weights, total, tops, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
     queries, from_origin, head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
@@ -211,24 +215,24 @@ def _other_steps(
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
-            acc, weights, total, top, shrink = _continued(
-                acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
+            acc, weights, total, tops, shrink = _continued(
+                acc, weights, total, tops, shrink, shared, queries_here, nought, taken, NUMBER,
                 queries, from_origin, head, start, counter, P, batch, APART, F, True, PLAN, SCORES,
             )  # fmt: skip
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        acc, weights, total, top, shrink = _continued(
-            acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
+        acc, weights, total, tops, shrink = _continued(
+            acc, weights, total, tops, shrink, shared, queries_here, nought, taken, NUMBER,
             queries, from_origin, head, start, counter, P, batch, APART, F, False, PLAN, SCORES,
         )  # fmt: skip
         taken += 1
-    return acc, weights, total, top, shrink, taken
+    return acc, weights, total, tops, shrink, taken
 
 
 @gluon.jit
 def _continued(
-    acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
+    acc, weights, total, tops, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
     head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
@@ -259,14 +263,14 @@ def _continued(
     softmax_first(taken)
     if LATE:
         away = of_keys(shared, taken, F, PLAN, SCORES)
-    s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
+    s, base, tops, shrink = scored(s, tops, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     if apart(F.value_dim):
         acc = rest_finished(acc)
         leave("rest", 0, PLAN)
     acc = finished(acc)
     leave("values", last % PLAN.stages, PLAN)
-    return acc, packed(p, queries_here[0].dtype), total, top, shrink
+    return acc, packed(p, queries_here[0].dtype), total, tops, shrink
 
 
 @gluon.jit

@@ -18,37 +18,53 @@ from .sums import first_of, layout_of, of_dims, pieces, width_of
 
 
 @gluon.jit
-def continued_rows(LSE_BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
-    """The row maxima (in units of log2) and row sums with which a turn begins: -inf and 0, or of the partial result.
+def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
+    """The `tops` of `softmax.scored` for rows that have seen no key; `TOP` stands for their maxima."""
+    top = gl.full([CONSUMER_ROWS], TOP, gl.float32, OF_ROWS)
+    if F.max_logits:
+        return top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)
+    else:
+        return (top,)
+
+
+@gluon.jit
+def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
+    """The `tops` of `softmax.scored` and the row sums with which a turn begins: of no keys, or of the partial result.
 
     If `PLAN.bounded`, half of the soft cap replaces all maxima.
     """
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
-    least = gl.full([CONSUMER_ROWS], LEAST, gl.float32, OF_ROWS)
+    tops = no_maxima(LEAST, F, OF_ROWS)
     if PLAN.fresh:
-        return least, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
+        return tops, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     else:
         rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
         at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-        before = gl.load(LSE_BEFORE + at, mask=rows < F.q_length, other=-float("inf"))
+        before = gl.load(BEFORE[1] + at, mask=rows < F.q_length, other=-float("inf"))
         if PLAN.bounded:
-            return least, gl.exp2(before * LOG2_E - least)
+            top = tops[0]
+            total = gl.exp2(before * LOG2_E - top)
         else:
-            return continued(before)
+            top, total = continued(before)
+        if F.max_logits:
+            return (top, gl.load(BEFORE[2] + at, mask=rows < F.q_length, other=-float("inf")) * LOG2_E), total
+        else:
+            return (top,), total
 
 
 @gluon.jit
 def written(
-    acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
+    acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
     PLAN: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the results of consumer `NUMBER` for turn `number` of this program: its outputs, from `acc`, and its lse.
+    """Writes the results of consumer `NUMBER` for turn `number` of this program to `AFTER`.
 
+    They are the outputs, from `acc`, the lse and, if `F.max_logits`, the largest score of each row, from `tops[1]`.
     If results are `PLAN.stored`, the outputs go where the turn's queries were in shared memory, and the producer writes
     them to global memory. The turn's row, batch row and head are read from shared memory again, so that they occupy no
     registers during the turn.
     """
-    OUT, LSE = AFTER
+    OUT = AFTER[0]
     total = sum_of_parts(total, OF_ROWS)
     start = of_turn(shared, number, 0) + NUMBER * CONSUMER_ROWS
     batch = of_turn(shared, number, 1)
@@ -57,8 +73,10 @@ def written(
         leave("turns", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-    lse, factor = final_rows(top, total, F)
-    gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
+    lse, factor = final_rows(tops[0], total, F)
+    gl.store(AFTER[1] + lse_at, lse, mask=rows < F.q_length)
+    if F.max_logits:
+        gl.store(AFTER[2] + lse_at, tops[1] / LOG2_E, mask=rows < F.q_length)
     for piece in gl.static_range(len(acc)):
         out = (acc[piece] * of_dims(factor, acc[piece].shape[1])).to(OUT.dtype.element_ty)
         if PLAN.stored:

@@ -14,14 +14,16 @@ from .schedules import CONSUMER_ROWS
 
 @gluon.jit
 def scored(
-    s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
+    s, tops, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Four results: scores, what each row subtracts from them, new row maxima, and factors for each row's sums so far.
+    """Four results: scores, what each row subtracts from them, the new `tops`, and factors for each row's sums so far.
 
-    The second and the third are in units of log2. A maximum is updated only if a score exceeds it by more than 8 such
-    units: any number near the maximum gives the same results, and without an update the sums need no multiplication. If
-    scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are not used.
+    The second and the third are in units of log2. `tops[0]` are the row maxima, each updated only if a score exceeds it
+    by more than 8 such units: any number near the maximum gives the same results, and without an update the sums need
+    no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are not
+    used. If `F.max_logits`, `tops[1]` are the exact maxima, which only the results need.
     """
+    top = tops[0]
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
     ONE_SIDED: gl.constexpr = F.distances and F.causal and not MASKED
@@ -44,11 +46,15 @@ def scored(
     if MASKED:
         s = gl.where(visible(queries, keys, head, F, RAGGED, False), s, -float("inf"))
     if PLAN.bounded:
-        return s, top, top, top
+        if F.max_logits:
+            tops = (top, gl.maximum(tops[1], gl.max(s, 1) * FOLD))
+        return s, top, tops, top
     else:
         most = gl.max(s, 1) * FOLD
         if ONE_SIDED:
             most = most - offset
+        if F.max_logits:
+            largest = gl.maximum(tops[1], most)
         now = gl.maximum(top, most)
         now = gl.where(now > top + 8.0, now, top)
         base = now
@@ -57,7 +63,10 @@ def scored(
         shrink = gl.exp2(top - base)
         if ONE_SIDED:
             base = base + offset
-        return s, base, now, shrink
+        if F.max_logits:
+            return s, base, (now, largest), shrink
+        else:
+            return s, base, (now,), shrink
 
 
 @gluon.jit

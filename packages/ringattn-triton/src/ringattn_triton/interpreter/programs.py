@@ -33,8 +33,8 @@ class Launch:
 
 def run(call: Any, operands: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
     """Runs every program of a `launch.kernel_call.KernelCall`, one after the other, and fills the outputs."""
-    launch, aliases = Launch(call), dict(call.aliases)
-    names = list(inspect.signature(call.kernel.fn).parameters)
+    launch, aliases, constants = Launch(call), dict(call.aliases), dict(call.constants)
+    names = [name for name in inspect.signature(call.kernel.fn).parameters if name not in constants]
     given = len(operands) + len(outputs)
     function = interpreted(call.kernel)
     storages = [Storage.of_output(output) for output in outputs]
@@ -54,7 +54,7 @@ def run(call: Any, operands: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
         with np.errstate(all="ignore"):
             for program, where in enumerate(np.ndindex(*launch.grid[::-1])):
                 launch.program, launch.where = program, where[::-1]
-                gluon.run_program(function, list(arguments.values()), dict(call.constants))
+                gluon.run_program(function, (), arguments | constants)
             for output, storage in zip(outputs, storages, strict=True):
                 output[...] = storage.flat.reshape(output.shape).astype(output.dtype)
     finally:

@@ -139,6 +139,13 @@ def continued_rows(lse):
 
 
 @triton.jit
+def continued_maxima(lse, max_logits):
+    """As `continued_rows`, but the row maxima are `max_logits`, of which later steps make those of all keys."""
+    top = max_logits * LOG2_E
+    return top, tl.where(lse == -float("inf"), 0.0, tl.exp2(lse * LOG2_E - top))
+
+
+@triton.jit
 def final_rows(top, total, F: tl.constexpr):
     """A row's `lse` (natural logarithm) and the factor from its sum of weighted values to its output.
 

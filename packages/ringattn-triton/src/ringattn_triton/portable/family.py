@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family of kernels that runs on any GPU and takes every block; also launches its forward pass."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from ringattn_core.contract.protocol import Block, Partial
@@ -27,26 +29,37 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     constants = inputs.constants
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
-    before = [None] * 2 if partial is None else [partial.out, partial.lse]
+    before = before_of(block, partial)
     arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
-    out, lse = launch(
+    found = launch(
         forward_kernel,
         arrays,
         results(block),
         grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
-        aliases={len(arrays) - 2 + i: i for i, x in enumerate(before) if x is not None},
+        aliases={len(arrays) - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
         FRESH=partial is None,
         **schedules.launch_options(constants, schedule),
+        **unused(block),
     )
-    return Partial(out, lse)
+    return Partial(*found)
+
+
+def before_of(block: Block, partial: Partial | None) -> list[jax.Array | None]:
+    """The operands of a forward kernel for the partial result that it continues, one for each of its `results`."""
+    given: list[Any] = [None] * 3 if partial is None else [partial.out, partial.lse, partial.max_logits]
+    return given[: len(results(block))]
+
+
+def unused(block: Block) -> dict[str, Any]:
+    """The pointers of a forward kernel that get nothing, because the call does not ask for `max_logits`."""
+    return {} if block.rule.return_max_logits else {"MAX_BEFORE": None, "MAX": None}
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of a forward kernel's outputs, `out` and `lse`."""
+    """The shapes and dtypes of a forward kernel's outputs: `out`, `lse` and, if asked for, `max_logits`."""
     batch, length, heads, _ = block.q.shape
-    return [
-        jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),
-        jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-    ]
+    out = jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32)
+    of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    return [out, of_rows, of_rows] if block.rule.return_max_logits else [out, of_rows]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import bent, biases, continued_rows, final_rows, of_head, scored
+from ..kernels.scores import LOG2_E, bent, biases, continued_maxima, continued_rows, final_rows, of_head, scored
 from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries, visible
 
@@ -14,14 +14,14 @@ from ..kernels.tokens import of_keys, of_queries, visible
 @triton.jit
 def forward(
     Q, K, V, P,
-    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, OUT, LSE, MAX,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Writes `OUT` and `LSE`: one program for each query tile of each head.
+    """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
-    Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE` and `LSE_BEFORE` are
-    the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
+    Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
+    `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
     """
     turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
     own = T.rows - 1 - turn
@@ -62,7 +62,12 @@ def forward(
             OUT_BEFORE + out_at, rows[:, None], value_dims[None, :], F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED
         )
         lse_before = tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
-        top, total = continued_rows(lse_before)
+        if F.max_logits:
+            max_before = tl.load(MAX_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
+            top, total = continued_maxima(lse_before, max_before)
+            acc = acc * total[:, None]
+        else:
+            top, total = continued_rows(lse_before)
         if F.dropout:
             acc = acc / F.keep_weight
 
@@ -75,6 +80,8 @@ def forward(
     else:
         tl.store(OUT + out_at, out)
     tl.store(LSE + lse_at, lse, mask=rows < F.q_length)
+    if F.max_logits:
+        tl.store(MAX + lse_at, top / LOG2_E, mask=rows < F.q_length)
 
 
 @triton.jit

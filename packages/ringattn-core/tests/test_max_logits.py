@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`return_max_logits` gives the largest score of each head over ring and batch, and changes nothing else."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from ringattn_conformance import oracle
+from ringattn_core import Backend, Feature, Partial, from_flash, remat_policy, ring_attention
+from ringattn_core.backends.discovery import registered
+from ringattn_core.contract.merge import merge
+from ringattn_core.errors import BackendLoadError, InputError, KernelError
+
+B, T, N, K, H = 2, 48, 4, 2, 8
+SHAPES = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
+QUERY, KEY, VALUE, DOUT = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(SHAPES))
+SINKS = jnp.full((N, 1), 9.0)  # larger than every score
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def mesh_of(kind: AxisType = AUTO, **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+PLACES: list[tuple[AxisType, dict[str, int], str | tuple[str, ...], dict[str, Any]]] = [
+    (AUTO, {"sp": 1}, "sp", {}),
+    (EXPLICIT, {"sp": 2, "tp": 2}, "sp", {"layout": "zigzag", "strategy": "all_gather"}),
+    (AUTO, {"sp": 3}, "sp", {"layout": "striped"}),
+    (EXPLICIT, {"dp": 2, "outer": 2, "inner": 2}, ("outer", "inner"), {"strategy": "ulysses"}),
+    (AUTO, {"sp": 4, "tp": 2}, "sp", {"balance": "zigzag"}),
+    (EXPLICIT, {"sp": 8}, "sp", {"sliding_window": (9, 0)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "axes", "axis", "options"), PLACES)
+def test_it_is_the_oracle_s_and_has_no_gradient(kind: AxisType, axes: Any, axis: Any, options: Any) -> None:
+    """Sinks do not enter. The loss weighs `max_logits`, and its gradients are those of the output alone."""
+    given = {"causal": True, "logits_soft_cap": 3.0, "return_max_logits": True, "mesh": mesh_of(kind, **axes)}
+    ranks = int(np.prod([axes[name] for name in ([axis] if isinstance(axis, str) else axis)]))
+    order = oracle.order(options.get("layout", "contiguous"), ranks, T)
+
+    @jax.jit
+    def both(*x: jax.Array) -> Any:
+        results, pull = jax.vjp(lambda *x: ring_attention(*x, SINKS, axis_name=axis, **given | options), *x[:3])
+        return *results, *pull((x[3], jnp.ones(N)))
+
+    out, max_logits, *gradients = both(*(x[:, order] for x in (QUERY, KEY, VALUE, DOUT)))
+    more = {"window": options.get("sliding_window"), "sinks": np.asarray(SINKS), "soft_cap": 3.0}
+    problem = oracle.Problem(*(np.asarray(x) for x in (QUERY, KEY, VALUE)), causal=True, **more)
+    wanted = oracle.attend(problem, np.asarray(DOUT))
+    assert max_logits.dtype == jnp.float32
+    np.testing.assert_allclose(max_logits, wanted.max_logits, atol=1e-5)
+    np.testing.assert_allclose(out, wanted.out[:, order], atol=2e-5)
+    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+        np.testing.assert_allclose(x, wanted.gradients[name][:, order], atol=5e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_ones_own_shard_map_all_ranks_of_ring_and_batch_have_the_same(check_vma: bool) -> None:
+    spec, names = P("dp", "sp", "tp"), {"axis_name": "sp", "batch_axis_name": "dp", "head_axis_name": "tp"}
+
+    def local(*x: jax.Array) -> Any:
+        return ring_attention(*x, strategy="ulysses", return_lse=True, return_max_logits=True, **names)
+
+    # Under check_vma, JAX refuses this out_spec for a result that may differ over sp or dp.
+    specs = spec, P("dp", "tp", "sp"), P("tp")
+    mesh = mesh_of(dp=2, sp=2, tp=2)
+    over = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=specs, check_vma=check_vma)
+    found = jax.jit(over)(QUERY, KEY, VALUE)
+    for x, alone in zip(found, ring_attention(QUERY, KEY, VALUE, return_lse=True, return_max_logits=True), strict=True):
+        np.testing.assert_allclose(x, alone, atol=1e-5)
+
+
+def test_padding_of_uneven_lengths_does_not_count_and_a_head_without_keys_has_minus_infinity() -> None:
+    """Scores are about -9, and a padding query of zeros would have the score 0."""
+    bias, seen = jnp.full((1, 1, 1, T), -9.0), jnp.ones((1, N, 5, T), bool).at[:, 1].set(False)
+    options: dict[str, Any] = {"mesh": mesh_of(sp=4), "axis_name": "sp", "return_max_logits": True}
+    _, found = ring_attention(QUERY[:, :5], KEY, VALUE, None, bias, attention_mask=seen, **options)
+    query, key, value = (np.asarray(x) for x in (QUERY[:, :5], KEY, VALUE))
+    wanted = oracle.attend(oracle.Problem(query, key, value, bias=np.asarray(bias), seen=np.asarray(seen))).max_logits
+    assert np.isneginf(found[1]) and (np.delete(found, 1) < -4).all()
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_each_vmapped_example_has_its_own() -> None:
+    def attend(query: jax.Array) -> Any:
+        return ring_attention(query, KEY, VALUE, causal=True, return_max_logits=True)[1]
+
+    queries = jnp.stack([QUERY, -2 * QUERY])
+    np.testing.assert_allclose(jax.vmap(attend)(queries), [*map(attend, queries)], atol=1e-5)
+
+
+def test_it_costs_one_all_reduce_and_a_checkpointed_layer_sends_nothing_again() -> None:
+    options: dict[str, Any] = {"causal": True, "mesh": mesh_of(sp=4), "axis_name": "sp"}
+    policy = remat_policy()
+
+    def collectives(**more: Any) -> dict[str, int]:
+        def loss(x: jax.Array) -> Any:
+            layer = jax.checkpoint(lambda x: ring_attention(x, KEY, VALUE, **options, **more), policy=policy)
+            out, *rest = jax.tree.leaves(layer(x))
+            return (out**2).sum(), rest
+
+        text = jax.jit(jax.grad(loss, has_aux=True)).lower(QUERY).compile().as_text() or ""
+        return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in ("collective-permute", "all-reduce")}
+
+    plain, asked = collectives(), collectives(return_max_logits=True)
+    assert asked == plain | {"all-reduce": plain["all-reduce"] + 1}
+
+
+def test_partial_results_merge_by_maximum() -> None:
+    out, lse = jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 1, 2))
+    a, b = (Partial(out, lse, jnp.asarray([[x]])) for x in ([1.0, -jnp.inf], [-2.0, 3.0]))
+    np.testing.assert_array_equal(merge(a, b).max_logits, [[[1.0, 3.0]]])
+    assert merge(a, Partial(out, lse)).max_logits is None
+
+
+def test_only_a_block_kernel_that_returns_it_has_it() -> None:
+    def flash(*_: Any, **__: Any) -> Any: ...
+
+    class Forgetful:
+        def forward(self, block: Any, partial: Any) -> Partial:
+            return Partial(block.q, jnp.zeros((B, N, T)))
+
+        def backward(self, *_: Any) -> Any: ...
+
+    features = {Feature.FLOAT32, Feature.GROUPED_HEADS, Feature.MAX_LOGITS}
+    for door, implementation, error, message in (
+        (
+            "ring",
+            lambda **_: None,
+            InputError,
+            "True needs a kernel of one block, but backend 'mine'",
+        ),
+        ("kernel", from_flash(flash, flash), BackendLoadError, "declares MAX_LOGITS, which its kernel cannot have"),
+        ("kernel", Forgetful(), KernelError, "returned max_logits = None"),
+    ):
+        backend = Backend("mine", 1, ("cpu",), features, **{door: "nowhere:KERNEL"})
+        with registered(backend, implementation), pytest.raises(error, match=message):
+            ring_attention(QUERY, KEY, VALUE, return_max_logits=True, backend="mine")
