@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
+from given_blocks import TOLERANCE, dense_mask, ids, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
@@ -59,6 +59,25 @@ def test_the_instructions_and_tiles_of_hopper_give_the_same_result(option: str) 
     want = ringattn_xla.block.KERNEL.forward(block, None)
     near(f"{option}: out", got.out, want.out, TOLERANCE["bfloat16"])
     near(f"{option}: lse", got.lse, want.lse, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "fields"),
+    [
+        ((16, 2), {}),
+        ((8, 1), {"tiles": (64, 32), "q_segments": ids(2, 75), "kv_segments": ids(2, 75)}),
+        ((8, 1), {"logits_soft_cap": 2.0, "dtype": jnp.float16}),
+    ],
+    ids=str,
+)
+def test_heads_that_share_a_tile_in_short_windows_give_the_same_result(
+    heads: tuple[int, int], fields: dict[str, Any]
+) -> None:
+    window = {"heads": heads[0], "kv_heads": heads[1], "causal": True, "sliding_window": (20, 0)}
+    block = make_block(2, 75, 75, **{"dtype": jnp.bfloat16, **window, **fields})
+    facts = kernel_inputs.of_block(block).constants
+    assert schedules.forward(facts, 2, block.rule.fwd_params, target()).together == 8
+    check(block, "continued", check(block, "alone"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ previous key tile by the values, and compute for the other consumers. Programs a
 results of the last.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
@@ -103,23 +105,59 @@ def forward(
         )
 
 
+class Softmax(NamedTuple):
+    """The state of the online softmax between two key tiles of a turn.
+
+    `acc` are the sums of weighted values (`sums`). They lack the last tile: its `weights` are multiplied by its values
+    in the next step, and `acc` is multiplied by `shrink` before. `total` are the sums of weights, and `tops` the row
+    maxima (`scored`).
+    """
+
+    acc: Any
+    weights: Any
+    total: Any
+    tops: Any
+    shrink: Any
+
+
+class Rows(NamedTuple):
+    """What a consumer keeps of its 64 queries during a turn: the tile `q` in shared memory, and what masks and options
+    need. `start` is the number of the first of these queries, and `counter` that of their dropout draws."""
+
+    q: Any
+    queries: Any
+    from_origin: Any
+    head: Any
+    start: Any
+    counter: Any
+    batch: Any
+
+
+@gluon.constexpr_function
+def _scores_layout(PLAN):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.kv_tile, 16])
+
+
+@gluon.jit
+def _no_scores(PLAN: gl.constexpr):
+    KV_TILE: gl.constexpr = PLAN.kv_tile
+    return gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, _scores_layout(PLAN))
+
+
 @gluon.jit
 def _consume(
     NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """The code of consumer `NUMBER`: it computes and writes the results of its 64 queries of every turn."""
-    KV_TILE: gl.constexpr = PLAN.kv_tile
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    SCORES: gl.constexpr = _scores_layout(PLAN)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RAGGED: gl.constexpr = F.q_length % PLAN.q_tile != 0
-    nought = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, SCORES)
+    nought = _no_scores(PLAN)
     taken = 0
     done = 0
-    acc = no_sums(F.value_dim)
     tops = no_maxima(0.0, F, OF_ROWS)
-    total = sums_of_parts(nought)
     weights = packed(nought, shared.k[0].dtype)
-    shrink = tops[0] + 1.0
+    softmax = Softmax(no_sums(F.value_dim), weights, sums_of_parts(nought), tops, tops[0] + 1.0)
     if PLAN.ordered and PLAN.consumers - 1 == NUMBER:
         pass_order(NUMBER, PLAN.consumers)
     row = next_turn(shared, done)
@@ -131,17 +169,18 @@ def _consume(
         start = row + NUMBER * CONSUMER_ROWS
         # Two products are in flight together: the scores of this turn's first tile, and the weighted values of the
         # previous turn's last tile. In the first turn the second product has no meaning, and its result is not used.
-        queries_here = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
+        q = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
         mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
         mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
         k = place_of(shared.k, taken % PLAN.stages)
         if PLAN.ordered:
             wait_for_order(NUMBER)
-        s = product_of_heads(queries_here, k, nought, F.head_dim)
+        s = product_of_heads(q, k, nought, F.head_dim)
+        acc = softmax.acc
         if not PLAN.bounded:
-            acc = rescaled(acc, shrink)
+            acc = rescaled(acc, softmax.shrink)
         before = (taken + PLAN.stages - 1) % PLAN.stages
-        acc = with_values(acc, weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
+        acc = with_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
         if PLAN.ordered:
             pass_order(NUMBER, PLAN.consumers)
         head = of_head(P, batch, head_number, F)
@@ -151,11 +190,12 @@ def _consume(
         bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
         away = of_keys(shared, taken, F, PLAN, SCORES)
         counter = counter_of_queries(P, batch, row, NUMBER, F, PLAN)
+        rows = Rows(q, queries, from_origin, head, start, counter, batch)
         if F.dropout and counter < 0:
-            drawn = _drawn(shared, taken, P, batch, start, counter, head, True, F, PLAN)
+            drawn = _drawn(shared, taken, P, rows, True, F, PLAN)
         else:
-            drawn = _drawn(shared, taken, P, batch, start, counter, head, False, F, PLAN)
-        old_tops, old_total = tops, total
+            drawn = _drawn(shared, taken, P, rows, False, F, PLAN)
+        old_tops, old_total = softmax.tops, softmax.total
         tops, kept = continued_rows(BEFORE, start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
@@ -180,82 +220,71 @@ def _consume(
             # of the next product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        weights = packed(p, queries_here[0].dtype)
+        softmax = Softmax(acc, packed(p, q[0].dtype), total, tops, shrink)
         taken += 1
         if F.dropout and counter < 0:
-            acc, weights, total, tops, shrink, taken = _other_steps(
-                acc, weights, total, tops, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-                from_origin, head, start, counter, P, batch, True, F, PLAN, SCORES,
-            )  # fmt: skip
+            softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, True, F, PLAN)
         else:
-            acc, weights, total, tops, shrink, taken = _other_steps(
-                acc, weights, total, tops, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-                from_origin, head, start, counter, P, batch, False, F, PLAN, SCORES,
-            )  # fmt: skip
+            softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, False, F, PLAN)
         if PLAN.q_places == 1:
             leave("queries", 0, PLAN)
         done += 1
         row = next_turn(shared, done)
     if done > 0:
+        acc = softmax.acc
         if not PLAN.bounded:
-            acc = rescaled(acc, shrink)
+            acc = rescaled(acc, softmax.shrink)
         last = taken - 1
-        acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
+        acc = with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
         acc = finished(acc)
-        written(acc, tops, total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
+        written(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
 
 
 @gluon.jit
 def _other_steps(
-    acc, weights, total, tops, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
-    queries, from_origin, head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr,
-    SCORES: gl.constexpr,
+    softmax, rows, shared, taken, masked, whole, NUMBER: gl.constexpr, P, APART: gl.constexpr, F: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes the key tiles of a turn after its first. `APART`: each entry has a dropout draw of its own."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
-            acc, weights, total, tops, shrink = _continued(
-                acc, weights, total, tops, shrink, shared, queries_here, nought, taken, NUMBER,
-                queries, from_origin, head, start, counter, P, batch, APART, F, True, PLAN, SCORES,
-            )  # fmt: skip
+            softmax = _continued(softmax, rows, shared, taken, NUMBER, P, APART, F, True, PLAN)
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        acc, weights, total, tops, shrink = _continued(
-            acc, weights, total, tops, shrink, shared, queries_here, nought, taken, NUMBER,
-            queries, from_origin, head, start, counter, P, batch, APART, F, False, PLAN, SCORES,
-        )  # fmt: skip
+        softmax = _continued(softmax, rows, shared, taken, NUMBER, P, APART, F, False, PLAN)
         taken += 1
-    return acc, weights, total, tops, shrink, taken
+    return softmax, taken
 
 
 @gluon.jit
 def _continued(
-    acc, weights, total, tops, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
-    head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr,
-    SCORES: gl.constexpr,
+    softmax, rows, shared, taken, NUMBER: gl.constexpr, P, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: computes a key tile's scores together with the last tile's weighted values."""
+    SCORES: gl.constexpr = _scores_layout(PLAN)
+    acc, weights, total, tops, shrink = softmax
     last = taken - 1
     mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
     if PLAN.ordered:
         wait_for_order(NUMBER)
     k = place_of(shared.k, taken % PLAN.stages)
-    s = product_of_heads(queries_here, k, nought, F.head_dim)
+    s = product_of_heads(rows.q, k, _no_scores(PLAN), F.head_dim)
     if not PLAN.bounded:
         acc = rescaled(acc, shrink)
     acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
     if PLAN.ordered:
         pass_order(NUMBER, PLAN.consumers)
-    keys = _keys(shared, taken, P, batch, F, PLAN, MASKED, SCORES)
+    keys = _keys(shared, taken, P, rows.batch, F, PLAN, MASKED, SCORES)
     bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
     # Positions that are loaded before the scores are computed occupy 32 more registers.
     LATE: gl.constexpr = F.causal or PLAN.consumers == 3
     away = 0
     if not LATE:
         away = of_keys(shared, taken, F, PLAN, SCORES)
-    drawn = _drawn(shared, taken, P, batch, start, counter, head, APART, F, PLAN)
+    drawn = _drawn(shared, taken, P, rows, APART, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     leave("keys", taken % PLAN.stages, PLAN)
     # A second wait has nothing to wait for, but keeps the assembler from delaying `leave`.
@@ -263,14 +292,16 @@ def _continued(
     softmax_first(taken)
     if LATE:
         away = of_keys(shared, taken, F, PLAN, SCORES)
-    s, base, tops, shrink = scored(s, tops, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
+    s, base, tops, shrink = scored(
+        s, tops, rows.queries, keys, bias, rows.from_origin, away, rows.head, F, MASKED, PLAN
+    )
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     if apart(F.value_dim):
         acc = rest_finished(acc)
         leave("rest", 0, PLAN)
     acc = finished(acc)
     leave("values", last % PLAN.stages, PLAN)
-    return acc, packed(p, queries_here[0].dtype), total, tops, shrink
+    return Softmax(acc, packed(p, rows.q[0].dtype), total, tops, shrink)
 
 
 @gluon.jit
@@ -294,12 +325,10 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
-def _drawn(
-    shared, taken, P, batch, start, counter, head, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
+def _drawn(shared, taken, P, rows, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The dropout bits of key tile number `taken`, in the two words of `dropout.draws`; zeros without dropout."""
     if F.dropout:
         tile = read_number(shared.tiles.index(taken % PLAN.stages), 4)
-        return draws(P, batch, start, tile, counter, head.dropout_key, APART, F, PLAN.kv_tile)
+        return draws(P, rows.batch, rows.start, tile, rows.counter, rows.head.dropout_key, APART, F, PLAN.kv_tile)
     else:
         return 0, 0

@@ -28,18 +28,20 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
-    table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
+    q_tile, heads = schedule.q_tile // schedule.together, block.q.shape[2] // schedule.together
+    table = visited_tiles.table(inputs, block, q_tile, schedule.kv_tile, heads=heads)
     before = before_of(block, partial)
-    arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
+    arrays = [*inputs.in_tiles(q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
     found = launch(
         forward_kernel,
         arrays,
         results(block),
-        grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
+        grid=(table.shape.rows * block.q.shape[0] * heads,),
         aliases={len(arrays) - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
         FRESH=partial is None,
+        TOGETHER=schedule.together,
         **schedules.launch_options(constants, schedule),
         **unused(block),
     )

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..kernels.dropout import weights
 from ..kernels.scores import LOG2_E, bent, biases, continued_maxima, continued_rows, final_rows, of_head, scored
 from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
-from ..kernels.tokens import of_keys, of_queries, visible
+from ..kernels.tokens import of_keys, of_queries, of_rows, visible
 
 
 @triton.jit
@@ -16,32 +16,39 @@ def forward(
     Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, OUT, LSE, MAX,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
-    `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
+    `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`. `TOGETHER`: so
+    many query heads of one key head share a tile. Its `Q_TILE` rows are then `Q_TILE / TOGETHER` queries, each with
+    these heads in turn.
     """
-    turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
+    turn, batch, number = owned(tl.program_id(0), T, F.heads // TOGETHER)
     own = T.rows - 1 - turn
+    head_number = number * TOGETHER
     kv_head = head_number // F.group
     head = of_head(P, batch, head_number, F)
     visited = visit(BOUNDS, TILES, batch, own, T)
-    queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
-
+    Q_RAGGED: tl.constexpr = F.q_length % (Q_TILE // TOGETHER) != 0
     rows = own * Q_TILE + tl.arange(0, Q_TILE)
+    if TOGETHER == 1:
+        queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+    else:
+        head_number += rows % TOGETHER
+        rows = rows // TOGETHER
+        queries = of_rows(P, batch, rows, 0, F, Q_RAGGED, False)
+
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
     wide_batch = batch.to(tl.int64)
-    Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
     DIM_RAGGED: tl.constexpr = F.head_dim != DIM
     VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
-    q_at = (wide_batch * F.q_length * F.heads + head_number) * F.head_dim
-    q_row = offset_of(rows, F.heads * F.head_dim, F.wide)[:, None]
-    q = vectors(
-        Q + q_at + q_row + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
-    )
+    q_at = wide_batch * F.q_length * F.heads * F.head_dim
+    q_row = offset_of(rows, F.heads * F.head_dim, F.wide) + head_number * F.head_dim
+    q_pointers = Q + q_at + q_row[:, None] + dims[None, :]
+    q = vectors(q_pointers, rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
     if IN_REGISTERS:
         q = in_registers(q, DIM)
 
@@ -51,8 +58,8 @@ def forward(
     v_pointers = V + v_first + (columns[:, None] * F.v_token + value_dims[None, :])
 
     lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
-    out_at = (wide_batch * F.q_length * F.heads + head_number) * F.value_dim
-    out_at = out_at + offset_of(rows, F.heads * F.value_dim, F.wide)[:, None] + value_dims[None, :]
+    out_row = offset_of(rows, F.heads * F.value_dim, F.wide) + head_number * F.value_dim
+    out_at = wide_batch * F.q_length * F.heads * F.value_dim + out_row[:, None] + value_dims[None, :]
     if FRESH:
         acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
         top = tl.full([Q_TILE], -float("inf"), tl.float32)
