@@ -31,11 +31,22 @@ def attention(scale, causal):
 
 
 def forward(q, k, v, *, scale, causal):
+    if scale < 0:  # the CuTe kernels return NaN for negative scales
+        return forward(-q, k, v, scale=-scale, causal=causal)
     implementation, config = attention(scale, causal)
     return implementation.fwd_lse(config, q, k, v, ())
 
 
 def backward(q, k, v, out, lse, dout, *, scale, causal):
+    if scale < 0:
+        dq, dk, dv = backward(-q, k, v, out, lse, dout, scale=-scale, causal=causal)
+        return -dq, dk, dv
+    group = q.shape[2] // k.shape[2]
+    if group > 1:  # each query head gets its own copy of k and v: README.md says why
+        copies = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        dq, *of_copies = backward(q, *copies, out, lse, dout, scale=scale, causal=causal)
+        dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3, dtype=jnp.float32) for x in of_copies)
+        return dq, dk, dv
     implementation, config = attention(scale, causal)
     if on_gpus():
         return implementation.vjp(config, q, k, v, out, lse, dout, None, ())
