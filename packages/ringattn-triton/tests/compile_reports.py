@@ -60,9 +60,7 @@ def _calls(operation: Any) -> list[bytes]:
             for inner in block:
                 attributes = inner.operation.attributes
                 if "call_target_name" in attributes and "triton_kernel_call" in str(attributes["call_target_name"]):
-                    config = "mhlo.backend_config"
-                    opaque = attributes[config]["opaque"] if config in attributes else attributes["backend_config"]
-                    found.append(zlib.decompress(opaque.value_bytes))
+                    found.append(zlib.decompress(attributes["mhlo.backend_config"]["opaque"].value_bytes))
                 found += _calls(inner.operation)
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton and Gluon kernels, and launches them by jaxlib's `triton_kernel_call`."""
+"""Compiles Triton and Gluon kernels, and launches them by jaxlib's `triton_kernel_call_ffi`."""
 
 import functools
 import math
@@ -52,14 +52,8 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     kernel = gpu_triton.TritonKernel(made.name, made.warps, 1, made.shared, code, "", capability)
     grid = (*call.grid, 1, 1)[:3]
     message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(call.name, b"")
-    results = jax.ffi.ffi_call(  # pyright: ignore[reportCallIssue]
-        "triton_kernel_call",
-        outputs,
-        custom_call_api_version=2,
-        legacy_backend_config=zlib.compress(message),  # pyright: ignore[reportArgumentType]
-        input_output_aliases=dict(call.aliases),
-    )(*arrays)
-    return list(results)[: len(call.outputs)]
+    call_kernel = jax.ffi.ffi_call("triton_kernel_call_ffi", outputs, input_output_aliases=dict(call.aliases))
+    return list(call_kernel(*arrays, opaque=zlib.compress(message)))[: len(call.outputs)]
 
 
 @functools.cache
