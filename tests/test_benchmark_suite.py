@@ -120,7 +120,13 @@ def test_pairs_are_those_that_the_mask_shows(suite: Any):
 
     shape = Shape(1, 24, 1, 1, 8)
     documents = {"documents": (9, 1, 14)}
-    for options in ({"causal": False}, {}, documents, {"causal": False, "window": (3, 0)}, {"window": (3, 2)} | documents):
+    for options in (
+        {"causal": False},
+        {},
+        documents,
+        {"causal": False, "window": (3, 0)},
+        {"window": (3, 2)} | documents,
+    ):
         workload = Workload(shape, **options)
         ahead = np.arange(24)[:, None] - np.arange(24)[None]
         visible = (ahead >= 0) | (not workload.causal)
