@@ -142,6 +142,11 @@ class BlockConstants:
         return dataclasses.replace(self, masks=False)
 
     @property
+    def without_segments(self) -> "BlockConstants":
+        """A copy with `segments` false, for a kernel that compares segment ids in its own way."""
+        return dataclasses.replace(self, segments=False)
+
+    @property
     def largest_dim(self) -> int:
         return max(self.padded_head_dim, self.padded_value_dim)
 

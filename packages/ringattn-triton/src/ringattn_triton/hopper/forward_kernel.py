@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ..kernels.scores import of_head
-from ..kernels.tokens import of_columns, of_rows
+from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
 from .forward_barriers import leave, pass_order, softmax_first, wait_for_order
 from .hardware_barriers import read_number
@@ -186,7 +186,7 @@ def _consume(
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         from_origin = of_queries(queries, P, batch, row, F)
-        keys = _keys(shared, taken, P, batch, F, PLAN, PLAN.masked, SCORES)
+        loaded_keys = _loaded_keys(shared, taken, P, batch, F, PLAN, PLAN.masked)
         bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
         away = of_keys(shared, taken, F, PLAN, SCORES)
         counter = counter_of_queries(P, batch, row, NUMBER, F, PLAN)
@@ -200,6 +200,7 @@ def _consume(
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
         leave("keys", taken % PLAN.stages, PLAN)
+        keys = _keys(loaded_keys, F, PLAN, PLAN.masked, SCORES)
         s, base, tops, shrink = scored(s, tops, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
         p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
         acc = finished(acc)
@@ -277,7 +278,7 @@ def _continued(
     acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
     if PLAN.ordered:
         pass_order(NUMBER, PLAN.consumers)
-    keys = _keys(shared, taken, P, rows.batch, F, PLAN, MASKED, SCORES)
+    loaded_keys = _loaded_keys(shared, taken, P, rows.batch, F, PLAN, MASKED)
     bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
     # Positions that are loaded before the scores are computed occupy 32 more registers.
     LATE: gl.constexpr = F.causal or PLAN.consumers == 3
@@ -289,12 +290,13 @@ def _continued(
     leave("keys", taken % PLAN.stages, PLAN)
     # A second wait has nothing to wait for, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-    softmax_first(taken)
+    keys = _keys(loaded_keys, F, PLAN, MASKED, SCORES)
     if LATE:
         away = of_keys(shared, taken, F, PLAN, SCORES)
     s, base, tops, shrink = scored(
         s, tops, rows.queries, keys, bias, rows.from_origin, away, rows.head, F, MASKED, PLAN
     )
+    softmax_first(taken)
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     if apart(F.value_dim):
         acc = rest_finished(acc)
@@ -305,14 +307,38 @@ def _continued(
 
 
 @gluon.jit
-def _keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr):
-    """Loads the `Keys` of key tile number `taken` of this program if it needs a mask (`MASKED`); else returns 0."""
+def _loaded_keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
+    """Loads the `Keys` of key tile number `taken` of this program if it needs a mask (`MASKED`); else returns 0.
+
+    Each thread loads one key, while products are in flight. `_keys` converts to the layout of scores, where each thread
+    has 32 keys, when the scores have arrived.
+    """
     if MASKED:
         start = read_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile
-        columns = gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))
-        return of_columns(P, batch, start, columns, 0, F, PLAN.kv_tile, False)
+        EACH: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
+        return of_columns(P, batch, start, gl.arange(0, PLAN.kv_tile, EACH), 0, F, PLAN.kv_tile, False)
     else:
         return 0
+
+
+@gluon.jit
+def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr):
+    """Converts the result of `_loaded_keys` to the layout of scores, through shared memory."""
+    if MASKED:
+        column = loaded.start + gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))[None, :]
+        inside = column < F.kv_length
+        if F.kv_length % PLAN.kv_tile != 0:
+            column = gl.minimum(column, F.kv_length - 1)
+        position, index, segment = loaded.position, loaded.index, loaded.segment
+        if F.positions:
+            position = gl.convert_layout(position, SCORES)
+        if F.padded:
+            index = gl.convert_layout(index, SCORES)
+        if F.segments:
+            segment = gl.convert_layout(segment, SCORES)
+        return Keys(loaded.start, column, inside, position, index, 0, segment)
+    else:
+        return loaded
 
 
 @gluon.jit
