@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
-from .hardware_barriers import FIRST_FREE, hardware_barrier
+from .hardware_barriers import FIRST_FREE, hardware_barrier, read_number
 
 FIRST_BARRIER: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
 """The number of the first consumer's hardware barrier. It is one more than `FIRST_FREE`, because a forward program may
@@ -47,6 +47,16 @@ def softmax_first(step, _semantic=None):
     at, result = _semantic.to_tensor(step).handle, _semantic.builder.get_int32_ty()
     assembly = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; } mov.u32 $0, 0;"
     _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)
+
+
+@gluon.jit
+def after_barriers(x, tiles):
+    """Returns `x`, and keeps the assembler from using it before the preceding barrier instructions.
+
+    The assembler places barrier instructions late, but no read of shared memory moves before one. So the result depends
+    on such a read, of a number of a key tile, which is never negative.
+    """
+    return gl.where(read_number(tiles.index(0), 4) >= 0, x, 0.0)
 
 
 @gluon.constexpr_function

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .forward_barriers import leave, pass_order, softmax_first, wait_for_order
+from .forward_barriers import after_barriers, leave, pass_order, softmax_first, wait_for_order
 from .hardware_barriers import read_number
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .pipeline import ForwardMemory, begin, next_turn, of_turn, produce
@@ -296,11 +296,13 @@ def _continued(
     s, base, tops, shrink = scored(
         s, tops, rows.queries, keys, bias, rows.from_origin, away, rows.head, F, MASKED, PLAN
     )
-    softmax_first(taken)
-    p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     if apart(F.value_dim):
+        # The next second piece of values must arrive in the only place while the other consumer computes.
         acc = rest_finished(acc)
         leave("rest", 0, PLAN)
+        base = after_barriers(base, shared.tiles)
+    softmax_first(taken)
+    p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     acc = finished(acc)
     leave("values", last % PLAN.stages, PLAN)
     return Softmax(acc, packed(p, rows.q[0].dtype), total, tops, shrink)
