@@ -32,6 +32,9 @@ _TRITON_CEILING: Final = (3, 10)
 _TOGETHER: Final = 512
 """The wanted number of query tiles, counted over all heads that run side by side: enough to fill the device until the
 last long tile ends."""
+_TOGETHER_WITH_DOCUMENTS: Final = 4096
+"""`_TOGETHER` with segment ids. The last turns of a head are then those of one document: they may be long, and too few
+to occupy all multiprocessors."""
 _BOUND: Final = 73.0
 """The largest soft cap, in units of log2, with which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
 kernel then subtracts half of the cap from all scores, which leaves a factor of 2^90 in float32 for the number of keys
@@ -55,7 +58,8 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     inputs = kernel_inputs.of_block(block, fast=True)
     constants = inputs.constants
     plan = _plan(block, constants, partial)
-    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
+    programs = _TOGETHER_WITH_DOCUMENTS if constants.segments else _TOGETHER
+    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=programs)
     before = portable.before_of(block, partial)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
