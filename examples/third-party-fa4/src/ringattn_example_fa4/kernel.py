@@ -43,8 +43,8 @@ def backward(q, k, v, out, lse, dout, *, scale, causal):
         return -dq, dk, dv
     group = q.shape[2] // k.shape[2]
     if group > 1:  # each query head gets its own copy of k and v: README.md says why
-        copies = (jnp.repeat(x, group, axis=2) for x in (k, v))
-        dq, *of_copies = backward(q, *copies, out, lse, dout, scale=scale, causal=causal)
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        dq, *of_copies = backward(q, k, v, out, lse, dout, scale=scale, causal=causal)
         dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3, dtype=jnp.float32) for x in of_copies)
         return dq, dk, dv
     implementation, config = attention(scale, causal)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false
 """How the warps of a forward program wait for each other, by hardware barriers.
 
 Consumers use the tensor cores in rotation: a consumer begins both products of a step when the consumer before it has
