@@ -33,7 +33,7 @@ def folded(call: Call) -> Call:
 
 
 def unfolded(call: Call, result: Result) -> Result:
-    """`result` in contiguous order; it is that of `call`, a call that `folded` made."""
+    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made."""
     out, lse = (
         _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
         for x, kind in ((result.out, Output), (result.lse, LogSumExp))
