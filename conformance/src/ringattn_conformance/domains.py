@@ -94,8 +94,9 @@ def _fitting(sizes: dict[str, Any], rng: random.Random, most: int) -> Entry:
 def _with_effect(entry: Entry) -> Entry:
     """The call with scores large enough for its options to matter, and without options that cannot be judged.
 
-    A row that sees one key has score gradients of zero. In half precision these show only how `delta` rounds, and sums
-    over thousands of such rows how float32 does, so such calls compare the forward pass alone.
+    A query that sees one key has the probability 1, so its gradient of the score is 0. What a kernel computes there is
+    rounding alone: of `delta` in half precision, or of a float32 sum over thousands of such queries. These calls
+    therefore compare the forward pass alone.
     """
     half = entry["dtype"] != "float32"
     if cap := entry.get("soft_cap"):

@@ -16,7 +16,10 @@ DEFAULT: Final = "pyproject.toml"
 
 @dataclasses.dataclass(frozen=True)
 class Expectations:
-    """Why tests fail as expected, by test id, for the backends that the file registers (for all if it has none)."""
+    """The failures that a pyproject.toml expects: `reasons` has the reason for each test id.
+
+    They hold for `backends`, those that the file registers, or for all backends if it registers none.
+    """
 
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     backends: frozenset[str] = frozenset()

@@ -31,7 +31,7 @@ KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
 """The array type of every input and result of a call; the type names the axes by letters."""
 Arrays = dict[str, jax.Array]
 Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
-"""One rank's call: from the differentiable and the other inputs to the results in `Placed.outputs`."""
+"""Runs one rank's call, from its differentiable and its other inputs to the results that `Placed.outputs` names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Placed:
 
     @property
     def cotangents(self) -> tuple[jax.Array, ...]:
-        """The cotangents of the results. That of `max_logits`, which has no gradient, changes nothing."""
+        """One cotangent for each result. That of `max_logits` is all ones, and must change no gradient."""
         given = [("out", self.inputs.dout)]
         given += [] if self.inputs.dlse is None else [("lse", self.inputs.dlse)]
         given += [("max_logits", np.ones(self.case.heads, np.float32))] if self.case.max_logits else []

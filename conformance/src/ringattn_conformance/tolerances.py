@@ -22,8 +22,8 @@ LOWER_PRECISION: Final = "bfloat16"
 """The dtype whose tolerances apply to calls with a `precision` below "highest"."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
-ROWS: Final = ("lse", "max_logits")
-"""The results that are float32 for inputs of any dtype."""
+FLOAT32: Final = ("lse", "max_logits")
+"""The results that are float32, whatever the dtype of the inputs."""
 PAIRS: Final = (("q_length", "kv_length"), ("heads", "kv_heads"), ("head_dim", "value_dim"))
 """Sizes that a failure tells together where they differ, even if one has its default."""
 
@@ -55,7 +55,7 @@ def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, wh
     faults = against_oracle(got, answer, dtype_of(case), case.value_gain)
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
-    faults += rounded_to_half({name: got[name] for name in ROWS if name in got}, answer)
+    faults += rounded_to_half({name: got[name] for name in FLOAT32 if name in got}, answer)
     wrong.fail_if(faults, told(case, where), got)
 
 
@@ -121,5 +121,5 @@ def _dtype_fault(name: str, dtype: np.dtype, case: Case, inputs: Inputs) -> list
     if operand is not None:
         want = getattr(inputs.problem, operand).dtype
     else:
-        want = np.dtype(np.float32 if name in ROWS else DTYPES[case.dtype])
+        want = np.dtype(np.float32 if name in FLOAT32 else DTYPES[case.dtype])
     return [] if dtype == want else [f"{name}: got dtype {dtype}, want {want}"]

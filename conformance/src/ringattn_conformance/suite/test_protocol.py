@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend's descriptor imports no kernel and is well formed, and its implementation is what it declares."""
+"""A backend's descriptor imports no kernel and has valid fields; its implementation has all methods that core calls."""
 
 import os
 import subprocess

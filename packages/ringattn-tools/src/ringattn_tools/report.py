@@ -137,7 +137,10 @@ def balance(analysis: CallAnalysis) -> str:
 
 
 def busy_layouts(analysis: CallAnalysis) -> dict[str, float]:
-    """How busy the ranks are in each layout, counted in pairs; empty unless the masks are documents and causal."""
+    """For each layout, the share of the time in which ranks compute, counted in pairs of a query and a visible key.
+
+    Empty unless the call is causal, has documents and no other mask, and is short enough to count.
+    """
     said, query = analysis.call.said, analysis.call.floating["query"]
     others = {"sliding_window", "chunk_size", "prefix", "mask_builder", "query_offset"} & said.keys()
     if others or not {"documents", "causal"} <= said.keys() or query.shape[1] * analysis.ranks > _MOST_PAIRS:

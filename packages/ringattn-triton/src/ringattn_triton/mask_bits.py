@@ -43,11 +43,11 @@ def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] 
 
 
 def _of_mask(mask: Mask, q: Coordinates, kv: Coordinates) -> UInt32[Array, "b T W"]:
-    """The packed words of `mask`; the coordinates `kv` of keys are grouped by word (`_by_word`).
+    """The packed words of `mask`: bit `b` of a word says whether a query sees key `b` of the word's keys.
 
-    If XLA might not fuse the mask, only some queries are computed at a time. The words are made bit by bit: XLA then
-    computes only once what all keys of a word have in common. A sum of the bits across threads took three times as long
-    on an H200.
+    The coordinates `kv` of keys are grouped by word (`_by_word`). If XLA might not fuse the mask, only some queries are
+    computed at a time. The loop sets one bit of every word at a time: XLA then computes only once what all keys of a
+    word have in common. A sum of the bits across threads took three times as long on an H200.
     """
 
     def of_rows(q: Coordinates) -> Any:

@@ -51,15 +51,17 @@ class TableShape:
 class Table(NamedTuple):
     """For each tile that a program owns (row): which tiles it visits (columns), and which of them need a mask.
 
-    Without a list, `bounds` is `(lo, hi, full_lo, full_hi)`: a program visits the tiles `[lo, hi)`, and the tiles
-    `[full_lo, full_hi)` need no mask. With a list but no run (`TableShape`), it is `(masked, all, 0, 0)`: how many
-    listed tiles need a mask, and how many are listed. With a list and a run, it is `(masked, before, full_lo,
-    full_hi)`: only tiles that need a mask are listed, and the first `before` of them precede the run `[full_lo,
-    full_hi)`.
+    `bounds` has four numbers for each row, in one of three forms (`TableShape`), which `tile_loop.visit` reads:
 
-    `tiles` is the list, in each row first the tiles that need a mask; entries past the counts are undefined. It is
-    `None` without a list. `ranks` says, for each row and column, how many earlier rows see the column; `None` unless
-    asked for. `counters` are zeros, for kernels that count.
+    - no list: `lo, hi, full_lo, full_hi`. A program visits the tiles `[lo, hi)`; the tiles `[full_lo, full_hi)` need no
+      mask.
+    - a list and a run: `masked, before, full_lo, full_hi`. The `masked` listed tiles need a mask; the first `before` of
+      them precede the run `[full_lo, full_hi)`, which needs none and is not listed.
+    - a list only: `masked, all, 0, 0`. Of `all` listed tiles, the first `masked` need a mask.
+
+    `tiles` has the list of each row, or is `None`; entries past the counts are undefined. `ranks` says, for each row
+    and column, how many earlier rows see the column; it is `None` unless asked for. `counters` are zeros, for kernels
+    that count.
     """
 
     bounds: Int32[Array, "g rows 4"]

@@ -74,7 +74,7 @@ def rows(x: Float[Array, "b t n h"], tile: Block) -> Float[Array, "b k r h"]:
 
 
 def unrows(x: Float[Array, "b k r h"], tile: Block) -> Float[Array, "b t n h"]:
-    """The inverse of `rows`."""
+    """Moves the rows of each key head back to the query heads that read it; the inverse of `rows`."""
     batch, heads, _, size = x.shape
     split = x.reshape(batch, heads, -1, tile.group, size)
     return split.transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads * tile.group, size)
@@ -86,7 +86,7 @@ def row_values(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K 
 
 
 def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, "B N T"]:
-    """The inverse of `row_values`."""
+    """One number for each query of each head, from the order of `rows`; the inverse of `row_values`."""
     return jnp.swapaxes(unrows(x[..., None], block)[..., 0], 1, 2)
 
 

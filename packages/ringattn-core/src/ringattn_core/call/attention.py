@@ -139,8 +139,8 @@ def ring_attention(
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
             from run to run.
         return_lse: Also returns the natural logarithm of the denominator of the softmax.
-        return_max_logits: Also returns the largest score of each head that a query sees, over the ring and the batch,
-            after scale, soft cap, bias and ALiBi; without a gradient. Sinks and dropout do not enter.
+        return_max_logits: Also returns, for each head, the largest score over all queries, all keys that they see, and
+            the batch. It includes scale, soft cap, bias and ALiBi, not sinks or dropout, and has no gradient.
         expand: `(x, expand_params) -> (key, value)`, for each token by itself. Pass `x`, an array or a pytree of arrays
             `[B, S, ...]`, in place of `key`, and no `value`: `x` travels, and each rank computes keys and values on
             arrival, in the backward pass too. With strategy "ulysses", ranks expand before they exchange heads.
@@ -154,8 +154,8 @@ def ring_attention(
 
     Returns:
         The output `[B, T, N, Hv]`, in the dtype of the query. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in
-        float32. A query that sees no key has output 0. With `return_max_logits`, `max_logits` `[N]` in float32 is the
-        last of the results, `(out, max_logits)` or `(out, lse, max_logits)`; -inf for a head that sees no key.
+        float32. A query that sees no key has output 0. With `return_max_logits`, the last result is `max_logits` `[N]`
+        in float32: `(out, max_logits)` or `(out, lse, max_logits)`. It is -inf for a head whose queries see no key.
 
     Raises:
         ringattn_core.errors.InputError: An argument has a value that no backend accepts.

@@ -156,7 +156,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 
 def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
-    """Raises unless `out_specs` is the spec of the output, or a tuple of that and the specs of the next results."""
+    """Raises unless `out_specs` is the spec of the output, or a tuple of it and specs of other results, in order."""
     given = tuple(out_specs) if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, P) else (out_specs,)
     wanted = [roles.spec(kind) for kind in call.results.values()]
     fit = all(

@@ -98,7 +98,7 @@ def over_shards(
 ) -> tuple[jax.Array, ...]:
     """Runs `work` on each shard of global arrays. Returns the results that the call asks for (`call.results`).
 
-    `split` has the specs of the arrays by name, and `roles` say how the results are split.
+    `split` has the specs of the input arrays by name; `roles` gives the specs of the results.
     """
     placed: Arrays = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     for name in ("latents", "expand_params") if call.expand is not None else ():
@@ -128,7 +128,7 @@ class Program:
     state: Any
 
     def of_rank(self, local: Arrays) -> tuple[jax.Array, ...]:
-        """The results for a rank's arrays `local`."""
+        """A rank's results, from its arrays `local`."""
         found = self.work(self.registration, dataclasses.replace(self.options, **local))
         return found if len(self.out_specs) > 1 else (found,)
 
@@ -173,9 +173,10 @@ _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec
 
 
 def _padded(call: Call, queries: int, keys: int) -> Call:
-    """Adds padding tokens. Padding keys get a negative segment id; `sharded` cuts padding queries.
+    """Adds `queries` and `keys` padding tokens. `sharded` removes padding queries from the result.
 
-    With `return_max_logits`, padding queries get a negative id too, so that their scores do not count.
+    If there are padding keys, padding tokens get negative segment ids, so that no query sees them. With
+    `return_max_logits`, padding queries get them in any case, so that their scores do not count.
     """
     if (keys or (queries and call.return_max_logits)) and call.q_segment_ids is None:
         ids = {

@@ -40,7 +40,10 @@ def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _by_kernel(x: jax.Array, token: jax.Array) -> jax.Array:
-    """`x`, in place, from a kernel that also takes `token` and does nothing. XLA on TPUs would drop a barrier."""
+    """Passes `x` through an empty kernel that also takes `token`, without a copy of `x`.
+
+    XLA on TPUs would drop an optimization barrier, but not a kernel.
+    """
     (tied,) = _tie().bind(_heads_first(x), _heads_first(token))
     return align(_heads_first(tied), axes_of(x, token))
 

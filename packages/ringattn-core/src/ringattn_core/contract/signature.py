@@ -63,8 +63,8 @@ class RingKernel(Protocol):
 
 
 OF_CORE: Final = ("strategy", "max_distance", "balance", "return_max_logits")
-"""Parameters that a backend's own ring function does not get: core acts on them, and only block kernels return
-`max_logits`."""
+"""Parameters that a backend's own ring function does not get. Core acts on them, or refuses what only a block kernel
+can do."""
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:

@@ -37,9 +37,9 @@ def rings(devices: Sequence[Any], ranks: int) -> list[list[Any]]:
 def round_trip(box: Cell) -> list[Cell]:
     """A closed path that visits every cell of a box of chips once; the last axis of the box is the cores of a chip.
 
-    Every hop is one step; if `closes(box)` is false, some hops are two steps. The cores of a chip follow one another,
-    so that no link carries two hops. If only chips and cores together have a closed path, it goes out over one core of
-    each chip and back over the other.
+    If `closes(box)`, every hop is one step; otherwise some hops are two steps. If the chips alone have a closed path of
+    single steps, the cores of a chip follow one another, so that no link carries two hops. If only chips and cores
+    together have one, it goes out over one core of each chip and back over the other.
     """
     *chips, cores = box
     if _closes(chips):
@@ -53,7 +53,10 @@ def closes(box: Cell) -> bool:
 
 
 def _closes(sizes: Sequence[int]) -> bool:
-    """Whether a closed path of single steps visits each cell once: 1 or 2 cells, or an even number not in a line."""
+    """Whether a closed path of single steps visits each cell once.
+
+    True for one or two cells, and for an even number of cells that do not form a line.
+    """
     cells = math.prod(sizes)
     return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)
 

@@ -44,7 +44,7 @@ def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Arra
     """Merges the shards of `shards` neighbouring ranks, which `x` holds one after another, into one ordered shard.
 
     The result is a shard of the same layout on fewer ranks; in the striped layout, its stripes are `shards` times
-    wider. The merged shards of all ranks are the whole sequence in natural order.
+    wider. If `shards` is the number of all ranks, the result is the whole sequence in natural order.
     """
     if layout == "contiguous" or shards == 1:
         return x

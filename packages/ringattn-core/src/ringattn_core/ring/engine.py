@@ -24,7 +24,7 @@ from .plan import levels
 
 
 def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
-    """Runs the ring with `kernel`: the result for this rank's queries against the keys of all ranks.
+    """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
     With `gathers`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is how many
     consecutive tokens form a run in a shard of the striped layout.
@@ -71,7 +71,7 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(ring: Ring, call: Call, location: Location) -> Result:
-    """The result for this rank's queries against the keys of all ranks."""
+    """The result for this rank's queries and the keys of all ranks."""
     return forward(ring, call, location)[0]
 
 
@@ -113,7 +113,7 @@ def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Res
 def _backward_rule(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: Result) -> tuple[Call, None]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on.
 
-    The cotangent of `max_logits`, the third result, is ignored: `strategies.run` stops its gradient.
+    The third result, `max_logits`, has no gradient (`strategies.run`), so its cotangent is ignored.
     """
     bias_fixed, kept = residuals
 

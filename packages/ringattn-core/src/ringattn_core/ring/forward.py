@@ -26,7 +26,7 @@ from .sends import KV, after, packed, sent
 
 
 class Result(NamedTuple):
-    """The results of a call on one rank; `max_logits` are those of its queries, or `None` if the call asks for none."""
+    """One rank's results. `max_logits` covers this rank's queries; it is `None` if the call does not ask for it."""
 
     out: Float[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]

@@ -2,8 +2,8 @@
 """Gives the ranks of a causal ring equal work although arrays are in contiguous order: ranks exchange half shards.
 
 Rank `r` of `R` holds the chunks `2r` and `2r + 1` of `2R`. It keeps the first and swaps the second with rank
-`R - 1 - r`, for chunk `2R - 1 - 2r`. As in the zigzag layout, each rank then holds a chunk and its mirror image, only
-other ranks hold them (`Shards.folded`); `to_layout` would send both halves of each shard.
+`R - 1 - r`, for chunk `2R - 1 - 2r`. As in the zigzag layout, each rank then holds a chunk and its mirror image, but
+other ranks hold them. This is *folded* order (`Shards.folded`). `to_layout` would send both halves of each shard.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def folded(call: Call) -> Call:
 
 
 def unfolded(call: Call, result: Result) -> Result:
-    """`result` in contiguous order; it is that of `call`, a call that `folded` made."""
+    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made."""
     out, lse = (
         _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
         for x, kind in ((result.out, Output), (result.lse, LogSumExp))
@@ -42,7 +42,7 @@ def unfolded(call: Call, result: Result) -> Result:
 
 
 def _swapped(x: jax.Array, dim: int, axis: tuple[str, ...], back: bool = False) -> jax.Array:
-    """`x` with axis `dim` in folded order, its tokens increasing; `back` to contiguous order."""
+    """Moves `x` along axis `dim` from contiguous to folded order, or `back`. Tokens of a shard increase in both."""
     ranks = axes.size(axis)
     if ranks == 1:
         return x

@@ -124,7 +124,7 @@ def _with_groups_as_rows(block: Block, group: int) -> Block:
 
 
 def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
-    """The inverse of `_with_groups_as_rows` for the result."""
+    """The result with its query heads as heads again: undoes `_with_groups_as_rows`."""
     batch, rows, heads, size = partial.out.shape
     out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
     lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)

@@ -90,9 +90,10 @@ def run(registration: Registration, call: Call) -> Any:
 
 
 def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
-    """The largest of the ranks' `max_logits`, over the ring and the batch, without a gradient.
+    """The maximum of `max_logits` over the ranks of the ring and of the batch, without a gradient.
 
-    Axes of size 1 need no name in the call, but JAX may track that the result varies over them: so they take part.
+    A call need not name axes of size 1. But JAX may track that `max_logits` varies over them, and only a maximum over
+    them tells it otherwise.
     """
     named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
     alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}

@@ -53,9 +53,9 @@ def by_heads(call: Call) -> Call:
 
 
 def by_tokens(call: Call, result: Result) -> Result:
-    """The result of `call` from that of `by_heads(call)`; without `return_lse`, `lse` stays as it is.
+    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
 
-    `max_logits` are -inf for the heads of other ranks.
+    `max_logits` gets an entry for every head; it is -inf for heads that other ranks computed.
     """
     assert call.axis_name is not None
     inner = call.axis_name[-1]

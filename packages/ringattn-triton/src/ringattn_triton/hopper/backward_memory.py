@@ -157,7 +157,7 @@ def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.const
 
 @gluon.jit
 def weights_place(shared):
-    """The place of ds in `wide_products`, reinterpreted as a place for float32 softmax weights in the order of dq."""
+    """The place of ds in `wide_products`, as float32 `[16, 256]` for the softmax weights, in register order."""
     return _place_as(shared.ds.index(0), gl.float32, 16, 256, plain_layout())
 
 

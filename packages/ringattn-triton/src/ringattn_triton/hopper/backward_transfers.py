@@ -263,10 +263,11 @@ def add_dq(
 def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Adds both halves of a dq tile, one from each consumer, to memory, when it is this turn's time.
 
-    In a launch for a strip it also stores ds. A step's ds is complete when the consumers have filled dq, because they
-    write ds first. Writer w stores ds from place w. TMA operations finish reading in the order they were issued, and ds
-    is issued before both halves of dq. So when both places of dq are free, ds has been read. A consumer overwrites
-    place w of ds two steps later; in the step between, the consumer has waited for its place of dq.
+    In a launch for a strip, this writer warp (`NUMBER` is 0 for even steps, 1 for odd ones) also stores ds, from place
+    `NUMBER`. A step's ds is complete when the consumers have filled dq, because they write ds first. TMA operations
+    finish reading in the order they were issued, and ds is issued before both halves of dq. So when both places of dq
+    are free, ds has been read. A consumer overwrites the place of ds two steps later; in the step between, it has
+    waited for its place of dq.
     """
     BOTH: gl.constexpr = PLAN.ordered or PLAN.strip_rows > 0
     if BOTH:

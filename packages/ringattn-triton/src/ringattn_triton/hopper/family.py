@@ -33,8 +33,8 @@ _TOGETHER: Final = 512
 """The wanted number of query tiles, counted over all heads that run side by side: enough to fill the device until the
 last long tile ends."""
 _TOGETHER_WITH_DOCUMENTS: Final = 4096
-"""`_TOGETHER` with segment ids. The last turns of a head are then those of one document: they may be long, and too few
-to occupy all multiprocessors."""
+"""The same number for calls with segment ids. There the last turns of a head belong to one document. They may be long,
+and too few to occupy all multiprocessors, so turns of more heads run beside them."""
 _BOUND: Final = 73.0
 """The largest soft cap, in units of log2, with which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
 kernel then subtracts half of the cap from all scores, which leaves a factor of 2^90 in float32 for the number of keys

@@ -54,8 +54,8 @@ def softmax_first(step, _semantic=None):
 def after_barriers(x, tiles):
     """Returns `x`, and keeps the assembler from using it before the preceding barrier instructions.
 
-    The assembler places barrier instructions late, but no read of shared memory moves before one. So the result depends
-    on such a read, of a number of a key tile, which is never negative.
+    The assembler moves barrier instructions down past arithmetic, but moves no read of shared memory up past a barrier.
+    So the result depends on such a read: of the number of a key tile, which is never negative.
     """
     return gl.where(read_number(tiles.index(0), 4) >= 0, x, 0.0)
 

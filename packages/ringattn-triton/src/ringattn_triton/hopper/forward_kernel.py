@@ -36,7 +36,7 @@ def forward(
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, TAKEN_BEFORE, OUT, LSE, MAX, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`, by one persistent program for each multiprocessor.
+    """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`, the largest scores; one persistent program a multiprocessor.
 
     A turn is one query tile of one head. Programs take turns from the counter `TAKEN`, which begins at 0
     (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue, unless
@@ -108,9 +108,9 @@ def forward(
 class Softmax(NamedTuple):
     """The state of the online softmax between two key tiles of a turn.
 
-    `acc` are the sums of weighted values (`sums`). They lack the last tile: its `weights` are multiplied by its values
-    in the next step, and `acc` is multiplied by `shrink` before. `total` are the sums of weights, and `tops` the row
-    maxima (`scored`).
+    `acc` has the sums of weighted values (`sums`), without those of the last tile: the next step multiplies `acc` by
+    `shrink`, and then adds the product of the last tile's `weights` and values. `total` has the sums of weights, and
+    `tops` the row maxima (`softmax.scored`).
     """
 
     acc: Any
@@ -121,8 +121,11 @@ class Softmax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a consumer keeps of its 64 queries during a turn: the tile `q` in shared memory, and what masks and options
-    need. `start` is the number of the first of these queries, and `counter` that of their dropout draws."""
+    """A consumer's 64 queries in a turn: the tile `q` in shared memory, and what masks and options need.
+
+    `start` is the number of the first query. `counter` is its dropout counter (`dropout.counter_of_queries`), and
+    `from_origin` has the queries' ALiBi positions (`positions.of_queries`).
+    """
 
     q: Any
     queries: Any
@@ -297,7 +300,8 @@ def _continued(
         s, tops, rows.queries, keys, bias, rows.from_origin, away, rows.head, F, MASKED, PLAN
     )
     if apart(F.value_dim):
-        # The next second piece of values must arrive in the only place while the other consumer computes.
+        # The second piece of values has one place. Left before the exponentials, the place is filled again while the
+        # other consumer computes.
         acc = rest_finished(acc)
         leave("rest", 0, PLAN)
         base = after_barriers(base, shared.tiles)
@@ -312,8 +316,8 @@ def _continued(
 def _loaded_keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
     """Loads the `Keys` of key tile number `taken` of this program if it needs a mask (`MASKED`); else returns 0.
 
-    Each thread loads one key, while products are in flight. `_keys` converts to the layout of scores, where each thread
-    has 32 keys, when the scores have arrived.
+    Each thread loads one key, while products are in flight. After the scores have arrived, `_keys` converts the keys to
+    the layout of scores, in which each thread has 32.
     """
     if MASKED:
         start = read_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile

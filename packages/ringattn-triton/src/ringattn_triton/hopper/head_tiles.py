@@ -31,7 +31,7 @@ def product_count(dim):
 
 @gluon.constexpr_function
 def piece(dim, number):
-    """The first dimension and the number of dimensions of product `number` of `product_count`, the largest first."""
+    """The first dimension that product `number` covers, and how many it covers; product 0 of a head is the largest."""
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
         width = 1 << (rest.bit_length() - 1)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def origin_of(P, batch, row, F: gl.constexpr):
-    """The origin of a turn's ALiBi positions: that of its first query, `row`; 0 if the call has no ALiBi."""
+    """The origin of a turn: the position of its first query, `row`; 0 if the call has no ALiBi."""
     if F.distances:
         return gl.load(P.q_positions + (batch * F.q_positions_batch + row))
     else:

@@ -19,7 +19,7 @@ from .sums import first_of, layout_of, of_dims, pieces, width_of
 
 @gluon.jit
 def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
-    """The `tops` of `softmax.scored` for rows that have seen no key; `TOP` stands for their maxima."""
+    """The `tops` of `softmax.scored` for rows that have seen no key; all their maxima in `tops[0]` are `TOP`."""
     top = gl.full([CONSUMER_ROWS], TOP, gl.float32, OF_ROWS)
     if F.max_logits:
         return top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)
@@ -29,7 +29,9 @@ def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
 
 @gluon.jit
 def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
-    """The `tops` of `softmax.scored` and the row sums with which a turn begins: of no keys, or of the partial result.
+    """The `tops` of `softmax.scored` and the row sums with which a turn begins.
+
+    They are those of the partial result `BEFORE`, or if `PLAN.fresh` those of rows that have seen no key.
 
     If `PLAN.bounded`, half of the soft cap replaces all maxima.
     """

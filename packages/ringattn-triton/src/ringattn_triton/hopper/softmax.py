@@ -18,10 +18,10 @@ def scored(
 ):  # fmt: skip
     """Four results: scores, what each row subtracts from them, the new `tops`, and factors for each row's sums so far.
 
-    The second and the third are in units of log2. `tops[0]` are the row maxima, each updated only if a score exceeds it
-    by more than 8 such units: any number near the maximum gives the same results, and without an update the sums need
-    no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are not
-    used. If `F.max_logits`, `tops[1]` are the exact maxima, which only the results need.
+    The second and the third are in units of log2. `tops[0]` has the row maxima. Each is updated only if a score exceeds
+    it by more than 8 such units: any number near the maximum gives the same results, and without an update the sums
+    need no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are
+    not used. If `F.max_logits`, `tops[1]` has the exact maxima, for the result of that name.
     """
     top = tops[0]
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
@@ -73,8 +73,8 @@ def scored(
 def _masked(s, queries, keys, head, F: gl.constexpr, RAGGED: gl.constexpr):
     """Replaces the scores of hidden keys by -inf; `RAGGED`: the tile may reach past the last key.
 
-    Segment ids are compared in inline assembly. LLVM would join this comparison with that of positions, and the
-    assembler would pack the 64 results into registers and unpack them again: 200 instructions more.
+    Segment ids are compared in inline assembly. Otherwise LLVM joins this comparison with that of positions, and the
+    assembler packs the 64 results into registers and unpacks them again, in 200 more instructions.
     """
     OTHERS: gl.constexpr = F.without_segments
     s = gl.where(visible(queries, keys, head, OTHERS, RAGGED, False), s, -float("inf"))

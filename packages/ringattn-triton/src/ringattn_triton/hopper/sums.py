@@ -102,7 +102,7 @@ def _added(sums, left, right):
 
 @gluon.jit
 def rest_finished(sums):
-    """Waits for the product of the second of two accumulators, which `with_values` has begun first. Returns both."""
+    """Waits for the second accumulator's product, which `with_values` begins before the first's. Returns both."""
     return sums[0], warpgroup_mma_wait(1, deps=[sums[1]])
 
 

@@ -237,5 +237,5 @@ def register_order():
 
 @gluon.jit
 def _from_register_order(x):
-    """The inverse of `in_register_order`: reorders `[16, 256]` to a 64 by 64 product."""
+    """Reorders `[16, 256]` to the `[64, 64]` that `in_register_order` was given."""
     return gl.reshape(gl.permute(gl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5)), (64, 64))

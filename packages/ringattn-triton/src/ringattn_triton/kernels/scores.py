@@ -140,7 +140,10 @@ def continued_rows(lse):
 
 @triton.jit
 def continued_maxima(lse, max_logits):
-    """As `continued_rows`, but the row maxima are `max_logits`, of which later steps make those of all keys."""
+    """The row maxima and row sums with which the softmax continues from a partial result that has `max_logits`.
+
+    Unlike those of `continued_rows`, the maxima are exact: after the last step they are the maxima over all keys.
+    """
     top = max_logits * LOG2_E
     return top, tl.where(lse == -float("inf"), 0.0, tl.exp2(lse * LOG2_E - top))
 

@@ -14,10 +14,14 @@ import triton.language as tl
 class Visit(NamedTuple):
     """The tiles that a program visits: `masked` tiles that need a mask, and `full_to - full_from` that need none.
 
-    Without a list (`T.listed` false), the tiles that need a mask are `before` tiles from number `lo` on, then the tiles
-    from number `after` on. With a list, `listed` points to their numbers, and the first `before` of them precede the
-    tiles that need no mask. If the tiles that need no mask form a run (`T.run`), they have the numbers `full_from` to
-    `full_to - 1`. Otherwise they are entries `full_from` to `full_to - 1` of the same list, and `before` is `masked`.
+    There are three forms:
+
+    - no list (not `T.listed`): tiles `full_from` to `full_to - 1` need no mask. `before` tiles from `lo` on, and the
+      other tiles from `after` on, need one.
+    - a list and a run (`T.listed` and `T.run`): tiles `full_from` to `full_to - 1` need no mask. `listed` points to the
+      numbers of the tiles that need one; the first `before` of these tiles precede the run.
+    - a list only: `listed` points to the numbers of all tiles. The first `masked` entries need a mask, and entries
+      `full_from` to `full_to - 1` need none. `before` is `masked`.
     """
 
     masked: Any

@@ -59,8 +59,8 @@ def _lines(
 ):  # fmt: skip
     """Writes `BOUNDS` and `TILES` for the `TOGETHER` rows of this program; all groups together have `LINES` rows.
 
-    From column `WHOLE` on, every visible tile needs a mask. If the tiles of a row that need no mask form several
-    longest runs, the last of these runs becomes the row's range.
+    From column `WHOLE` on, every visible tile needs a mask. If `RUN`, the run of a row is the longest run of its tiles
+    that need no mask; if several are equally long, the last of them.
     """
     line = program * TOGETHER + tl.arange(0, TOGETHER)
     inside = (line < LINES)[:, None]

@@ -31,10 +31,11 @@ class Compiled(NamedTuple):
 
 
 def kept(source: Any, backend: Any, options: Any, compile_it: Callable[[], Compiled]) -> Compiled:
-    """What `compile_it` returns, from the disk if it is there. A disk that cannot be used costs time only.
+    """The compiled kernel: read from the disk, or else compiled by `compile_it` and written to the disk.
 
-    Triton's key covers the kernel, its constants, the options and Triton itself. The sources of this package are in the
-    key too, because kernels call Python functions while they are compiled, which Triton's key does not see.
+    If the disk cannot be used, every process compiles. The key has two parts. Triton's covers the kernel, its
+    constants, the options and Triton itself. A digest of this package's sources covers the Python functions that
+    kernels call while they are compiled.
     """
     parts = get_cache_key(source, backend, options, get_cache_invalidating_env_vars()), _sources()
     key = hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -30,11 +30,11 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel and returns its outputs.
 
-    The kernel's parameters are a pointer for each operand, a pointer for each output, then its `constants`. A constant
-    `None` may stand in place of a pointer. An operand that is `None` gets a pointer to one element that is never read.
-    An entry `i: o` of `aliases` lets output `o` take the memory of operand `i`: each program may read its part of the
-    operand and then write the same part of the output, and must not touch another program's part. The outputs vary over
-    the mesh axes that the operands vary over.
+    The kernel's parameters are a pointer for each operand, a pointer for each output, then its `constants`. A pointer
+    for which there is no operand or output may be named in `constants` as `None`. An operand that is `None` gets a
+    pointer to one element that is never read. An entry `i: o` of `aliases` lets output `o` take the memory of operand
+    `i`: each program may read its part of the operand and then write the same part of the output, and must not touch
+    another program's part. The outputs vary over the mesh axes that the operands vary over.
     """
     arrays = [jnp.zeros((1,), jnp.int32) if operand is None else operand for operand in operands]
     call = KernelCall(

@@ -49,13 +49,13 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
 
 
 def before_of(block: Block, partial: Partial | None) -> list[jax.Array | None]:
-    """The operands of a forward kernel for the partial result that it continues, one for each of its `results`."""
+    """The operands for the partial result that a forward kernel continues: one for each of `results`, or `None`."""
     given: list[Any] = [None] * 3 if partial is None else [partial.out, partial.lse, partial.max_logits]
     return given[: len(results(block))]
 
 
 def unused(block: Block) -> dict[str, Any]:
-    """The pointers of a forward kernel that get nothing, because the call does not ask for `max_logits`."""
+    """The pointer parameters that a forward kernel does not use, as `None`: those of `max_logits` unless asked for."""
     return {} if block.rule.return_max_logits else {"MAX_BEFORE": None, "MAX": None}
 
 

@@ -21,9 +21,10 @@ def forward(
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
-    `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`. `TOGETHER`: so
-    many query heads of one key head share a tile. Its `Q_TILE` rows are then `Q_TILE / TOGETHER` queries, each with
-    these heads in turn.
+    `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
+
+    `TOGETHER` query heads of one key head share a tile (`Schedule.together`, not `T.together`). Of its `Q_TILE` rows,
+    the first `TOGETHER` are the first query in each of these heads, the next are the second query, and so on.
     """
     turn, batch, number = owned(tl.program_id(0), T, F.heads // TOGETHER)
     own = T.rows - 1 - turn

@@ -20,8 +20,8 @@ _WIDE_PRODUCTS: Final = (90, 100, 103)
 class Schedule:
     """Tile sizes, warps and stages of a kernel.
 
-    `in_registers`: a program's own tile of q or k is in registers. `together`: so many query heads of a key head share
-    a tile of the forward kernel; `q_tile` counts its rows, one for each query and head.
+    `in_registers`: a program's own tile of q or k is in registers. `together`: how many query heads of a key head share
+    a tile of the forward kernel. A tile has a row for each query of each of these heads, `q_tile` rows in all.
     """
 
     q_tile: int
@@ -40,11 +40,11 @@ NumPy to be efficient."""
 _SHORT_WINDOW: Final = 128
 """The longest window in which heads share a tile (`_share`)."""
 _SHARED: Final = 8
-"""How many heads then share it."""
+"""How many heads share a tile in such windows."""
 _SHORT: Final = Schedule(64, 32, 4, 3)
-"""The forward kernel's schedule in such windows. With 8,192 tokens and 64 heads of 64 that share 8 key heads, a window
-of 128 takes 0.82 of the time of 64 by 64 tiles of one head: the tiles see fewer keys that the window hides, and four
-programs fit on a multiprocessor."""
+"""The forward kernel's schedule in such windows. With 8,192 tokens, 64 query heads and 8 key heads of 64, and a window
+of 128, a call takes 0.82 of its time with 64 by 64 tiles of one head: the window hides fewer pairs of a visited tile,
+and four programs fit on a multiprocessor."""
 
 
 _DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
@@ -62,7 +62,11 @@ def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target:
 
 
 def _share(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether heads share tiles of the forward kernel: in short windows, without options that depend on the head."""
+    """Whether heads share tiles of the forward kernel, on a Hopper GPU or interpreted.
+
+    They do in short windows, for 16-bit dtypes and heads of up to 64, if `_SHARED` divides the number of query heads of
+    a key head, and no option depends on the head.
+    """
     measured = target.kind == "interpreter" or target == Target("cuda", 90)
     fits = itemsize == 2 and constants.largest_dim <= 64 and constants.group % _SHARED == 0
     by_head = constants.bias or constants.by_head
@@ -116,7 +120,10 @@ def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, t
 
 
 def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """The dk and dv kernel's default. A program holds k, v, dk, dv of its keys, so few tiles are longer in queries."""
+    """The dk and dv kernel's default schedule.
+
+    A program holds k, v, dk and dv of its keys, so most tiles have at most as many queries as keys.
+    """
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
