@@ -76,7 +76,7 @@ def test_heads_that_share_a_tile_in_short_windows_give_the_same_result(
     window = {"heads": heads[0], "kv_heads": heads[1], "causal": True, "sliding_window": (20, 0)}
     block = make_block(2, 75, 75, **{"dtype": jnp.bfloat16, **window, **fields})
     facts = kernel_inputs.of_block(block).constants
-    assert schedules.forward(facts, 2, block.rule.fwd_params, target()).together == 8
+    assert schedules.forward(facts, 2, block.rule.fwd_params, target()).sharing == 8
     check(block, "continued", check(block, "alone"))
 
 

@@ -58,14 +58,11 @@ def _arrays(argument: str, x: Any) -> Partial:
 
 def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:
     """Raises unless the arrays of a partial result fit together, and its output has the shape `wanted`."""
-    out, *of_rows = (array.shape for array in jax.tree.leaves(x))
-    lse = x.lse.shape
+    shapes = {name: array.shape for name, array in vars(x).items() if array is not None}
+    out, *of_rows = shapes.values()
     if out != wanted or len(out) != 4 or {*of_rows} != {(out[0], out[2], out[1])}:
-        raise InputError(
-            argument,
-            f"has out {out} and lse {lse}",
-            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes",
-        )
+        fact = "has " + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InputError(argument, fact, "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes")
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:

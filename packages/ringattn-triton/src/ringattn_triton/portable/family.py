@@ -28,7 +28,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
-    q_tile, heads = schedule.q_tile // schedule.together, block.q.shape[2] // schedule.together
+    q_tile, heads = schedule.q_tile // schedule.sharing, block.q.shape[2] // schedule.sharing
     table = visited_tiles.table(inputs, block, q_tile, schedule.kv_tile, heads=heads)
     before = before_of(block, partial)
     arrays = [*inputs.in_tiles(q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
@@ -41,7 +41,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         name="ringattn_forward",
         T=table.shape,
         FRESH=partial is None,
-        TOGETHER=schedule.together,
+        SHARING=schedule.sharing,
         **schedules.launch_options(constants, schedule),
         **unused(block),
     )

@@ -16,29 +16,29 @@ def forward(
     Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, OUT, LSE, MAX,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, TOGETHER: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
     `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
 
-    `TOGETHER` query heads of one key head share a tile (`Schedule.together`, not `T.together`). Of its `Q_TILE` rows,
-    the first `TOGETHER` are the first query in each of these heads, the next are the second query, and so on.
+    `SHARING` query heads of one key head share a tile (`Schedule.sharing`). Of its `Q_TILE` rows,
+    the first `SHARING` are the first query in each of these heads, the next are the second query, and so on.
     """
-    turn, batch, number = owned(tl.program_id(0), T, F.heads // TOGETHER)
+    turn, batch, number = owned(tl.program_id(0), T, F.heads // SHARING)
     own = T.rows - 1 - turn
-    head_number = number * TOGETHER
+    head_number = number * SHARING
     kv_head = head_number // F.group
     head = of_head(P, batch, head_number, F)
     visited = visit(BOUNDS, TILES, batch, own, T)
-    Q_RAGGED: tl.constexpr = F.q_length % (Q_TILE // TOGETHER) != 0
+    Q_RAGGED: tl.constexpr = F.q_length % (Q_TILE // SHARING) != 0
     rows = own * Q_TILE + tl.arange(0, Q_TILE)
-    if TOGETHER == 1:
+    if SHARING == 1:
         queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
     else:
-        head_number += rows % TOGETHER
-        rows = rows // TOGETHER
+        head_number += rows % SHARING
+        rows = rows // SHARING
         queries = of_rows(P, batch, rows, 0, F, Q_RAGGED, False)
 
     dims = tl.arange(0, DIM)

@@ -20,7 +20,7 @@ _WIDE_PRODUCTS: Final = (90, 100, 103)
 class Schedule:
     """Tile sizes, warps and stages of a kernel.
 
-    `in_registers`: a program's own tile of q or k is in registers. `together`: how many query heads of a key head share
+    `in_registers`: a program's own tile of q or k is in registers. `sharing`: how many query heads of a key head share
     a tile of the forward kernel. A tile has a row for each query of each of these heads, `q_tile` rows in all.
     """
 
@@ -29,7 +29,7 @@ class Schedule:
     warps: int
     stages: int
     in_registers: bool = False
-    together: int = 1
+    sharing: int = 1
 
 
 _INTERPRETED: Final = Schedule(32, 32, 4, 2)
@@ -57,8 +57,8 @@ def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target:
     default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _chosen(default, constants, itemsize, params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
-    together = _SHARED if _share(constants, itemsize, target) else 1
-    return dataclasses.replace(schedule, in_registers=in_registers, together=together)
+    sharing = _SHARED if _share(constants, itemsize, target) else 1
+    return dataclasses.replace(schedule, in_registers=in_registers, sharing=sharing)
 
 
 def _share(constants: BlockConstants, itemsize: int, target: Target) -> bool:
