@@ -3,9 +3,10 @@
 
 Causal, in the order of `--layout`. "gather" is an all-gather written in JAX around a call on one device; "all_gather",
 "ulysses" and "auto" are strategies of `ring_attention`. "two_levels", for four GPUs and more, is a ring of pairs of
-GPUs. "alone" is one GPU with the tokens of one rank. In "apart" all GPUs do that at the same time and exchange nothing:
-GPUs of one kind differ by some percent, and a ring is as fast as its slowest. With `--window`, compare the
-milliseconds.
+GPUs. "balance" is a ring of contiguous arrays with `balance="zigzag"`. "alone" is one GPU with the tokens of one rank.
+In "apart" all GPUs do that at the same time and exchange nothing: GPUs of one kind differ by some percent, and a ring
+is as fast as its slowest. With `--documents N`, a row holds documents of `N` tokens, and calls promise that as
+`max_distance`. With `--window` or `--documents`, compare the milliseconds.
 """
 
 import argparse
@@ -26,6 +27,7 @@ Rates = Mapping[str, float]
 WORK = {"forward": 1.0, "forward+backward": 3.5}
 STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
 TWO_LEVELS = "two_levels"
+BALANCE = "balance"
 BESIDE = (*STRATEGIES[1:], "gather")
 
 
@@ -64,6 +66,28 @@ def gathered(mesh: Mesh, backend: str, layout: str = "zigzag") -> Attention:
     return attend
 
 
+def masked(asked: argparse.Namespace, **options: Any) -> Attention:
+    """`ring_attention` with the mask that the command line asks for."""
+    options |= {"causal": True, "backend": asked.backend}
+    if asked.window is not None:
+        options["sliding_window"] = (asked.window, 0)
+    if asked.documents is None:
+        return ours(**options)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        ids = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32) // asked.documents, query.shape[:2])
+        return ring_attention(query, key, value, q_segment_ids=ids, max_distance=(asked.documents - 1, 0), **options)
+
+    return attend
+
+
+def visible_pairs(asked: argparse.Namespace, one: Candidate) -> float:
+    """How many pairs of query and key a candidate computes."""
+    length = min(asked.documents or one.tokens, one.tokens)
+    before = min(asked.window or length, length)
+    return one.batch * one.tokens / length * (length * before - before**2 / 2)
+
+
 def compiled(attend: Attention, arrays: tuple[jax.Array, ...], part: str) -> tuple[Callable[[], Any], str]:
     """A function that runs the compiled program on its arrays, and the program before XLA has compiled it."""
     inputs = arrays[:3] if part == "forward" else arrays
@@ -76,11 +100,10 @@ def candidates(asked: argparse.Namespace, tokens: int) -> dict[str, Candidate]:
     """The ring, what it is measured beside, one GPU alone, and all GPUs apart; `tokens` are those of the whole ring."""
     devices = np.array(jax.devices())
     flat, apart = Mesh(devices, ("sp",)), Mesh(devices, ("dp",))
-    mask: dict[str, Any] = {"causal": True, "sliding_window": None if asked.window is None else (asked.window, 0)}
 
     def sharded(mesh: Mesh, **options: Any) -> Candidate:
         axes = mesh.axis_names
-        attend = ours(**mask, backend=asked.backend, layout=asked.layout, mesh=mesh, axis_name=axes, **options)
+        attend = masked(asked, **{"layout": asked.layout, "mesh": mesh, "axis_name": axes} | options)
         return Candidate(attend, NamedSharding(mesh, PartitionSpec(None, axes)), tokens)
 
     found = {name: sharded(flat, strategy=name) for name in STRATEGIES if name == "ring" or name in asked.beside}
@@ -88,10 +111,13 @@ def candidates(asked: argparse.Namespace, tokens: int) -> dict[str, Candidate]:
         found["gather"] = dataclasses.replace(found["ring"], attend=gathered(flat, asked.backend, asked.layout))
     if TWO_LEVELS in asked.beside:
         found[TWO_LEVELS] = sharded(Mesh(devices.reshape(-1, 2), ("outer", "inner")))
+    if BALANCE in asked.beside:
+        found[BALANCE] = sharded(flat, layout="contiguous", balance="zigzag")
     share = tokens // len(devices)
-    found["alone"] = Candidate(ours(**mask, backend=asked.backend), devices[0], share)
-    each_its_own = ours(**mask, backend=asked.backend, mesh=apart)
-    found["apart"] = Candidate(each_its_own, NamedSharding(apart, PartitionSpec("dp")), share, len(devices))
+    found["alone"] = Candidate(masked(asked), devices[0], share)
+    found["apart"] = Candidate(
+        masked(asked, mesh=apart), NamedSharding(apart, PartitionSpec("dp")), share, len(devices)
+    )
     return found
 
 
@@ -125,8 +151,9 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag", "striped"))
     parser.add_argument("--window", type=int, help="how many keys before its own position a query sees")
+    parser.add_argument("--documents", type=int, help="the length of each document of a row, in contiguous order")
     parser.add_argument("--rounds", type=int, default=5)
-    others = (*BESIDE, TWO_LEVELS)
+    others = (*BESIDE, TWO_LEVELS, BALANCE)
     parser.add_argument("--beside", nargs="*", default=BESIDE, choices=others, help="what the ring is measured beside")
     asked = parser.parse_args()
     ranks = len(jax.devices())
@@ -134,8 +161,10 @@ def main() -> None:
         raise SystemExit("this benchmark needs several GPUs in one process")
     if TWO_LEVELS in asked.beside and (ranks < 4 or ranks % 2):
         raise SystemExit(f"{TWO_LEVELS} needs four GPUs or more, an even number")
-    if asked.window is not None and "gather" in asked.beside:
+    if (asked.window or asked.documents) and "gather" in asked.beside:
         raise SystemExit("the gather by hand is causal only: name what else the ring is measured beside")
+    if asked.documents and asked.layout != "contiguous":
+        raise SystemExit("--documents needs --layout contiguous")
     claims, raw = [], {}
     for tokens in asked.tokens:
         found = candidates(asked, tokens)
@@ -146,10 +175,8 @@ def main() -> None:
             time = medians({name: run for name, (run, _) in programs.items()}, asked.rounds, least=ON_A_DEVICE)
             rates = {}
             for name, seconds in time.items():
-                length, before = found[name].tokens, asked.window or found[name].tokens
-                pairs = found[name].batch * (length * min(before, length) - min(before, length) ** 2 / 2)
-                gpus = 1 if name == "alone" else ranks
-                rates[name] = 4 * asked.heads * asked.head_size * pairs * work / 1e12 / seconds / gpus
+                flops = 4 * asked.heads * asked.head_size * visible_pairs(asked, found[name]) * work
+                rates[name] = flops / 1e12 / seconds / (1 if name == "alone" else ranks)
             measured = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
             print(f"{what}, TFLOP/s of a GPU: {measured}", file=sys.stderr, flush=True)
             raw |= {f"{what}: {name}, TFLOP/s of a GPU": rate for name, rate in rates.items()}
