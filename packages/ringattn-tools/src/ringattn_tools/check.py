@@ -8,14 +8,13 @@ reported only if no other reading of the arrays is likely: what a check cannot d
 
 import dataclasses
 import functools
-import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ringattn_core.call.entry import callers_line, warn
 from ringattn_core.call.validation import CHECK
 from ringattn_core.contract.call import ARRAYS, Call
 from ringattn_core.contract.protocol import BIAS_FORBIDS
@@ -34,7 +33,6 @@ LIKE_A_COUNT: Final = 128
 """A window of a power of two keys, from this one on, looks like a count of keys."""
 _PAIRS: Final = 2**26
 """How many pairs of a query and a key are looked at in one step."""
-_NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_tools", "ringattn_adapters", "jax", "contextlib")
 
 Fits = Callable[[jax.Array, np.ndarray], jax.Array]
 """Whether values `[b, tokens]` look as if their tokens, of these indices, are in natural order."""
@@ -63,10 +61,9 @@ class Check:
         """The call of a rank, to run only after all checks; where one fails, the program raises."""
         left = [name for name in jax.sharding.get_abstract_mesh().axis_names if name not in axes.manual()]
         if left and axes.manual():  # JAX would refuse to lower the callback
-            warnings.warn(
+            warn(
                 f"{CHECK}=1 cannot look at the call in {self.line}: JAX has no callbacks in a shard_map that "
-                f"leaves mesh axes automatic, here {', '.join(left)}. Make them manual for the check",
-                stacklevel=2,
+                f"leaves mesh axes automatic, here {', '.join(left)}. Make them manual for the check"
             )
             return dataclasses.replace(call, check=None, check_positions=None)
         rank = _Rank.of(jax.lax.stop_gradient(call), self.of_cache)
@@ -93,21 +90,14 @@ class Check:
 
 def watched(call: Call, of_cache: bool) -> Call:
     """The call, to be checked on each rank when the program runs. Warns of a window that looks like a count of keys."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
-        frame = frame.f_back
-    file, line = ("an unknown line", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     left = (call.sliding_window or (None, None))[0]
     if left is not None and left >= LIKE_A_COUNT and not left & (left - 1):
-        warnings.warn_explicit(
+        warn(
             f"sliding_window: {left} lets a query see {left + 1} keys to its left, itself included. If the model's "
-            f"window counts {left} keys, pass {left - 1}",
-            UserWarning,
-            file,
-            line,
-            registry=None if frame is None else frame.f_globals.setdefault("__warningregistry__", {}),
+            f"window counts {left} keys, pass {left - 1}"
         )
-    return dataclasses.replace(call, check=Check(f"{file}:{line}", of_cache))
+    file, number, _ = callers_line()
+    return dataclasses.replace(call, check=Check(f"{file}:{number}", of_cache))
 
 
 @dataclasses.dataclass(frozen=True)

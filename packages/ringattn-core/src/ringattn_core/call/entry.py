@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all functions that users call share: the right name for an unknown argument, and an error for forward mode."""
+"""What functions that users call share: names for unknown arguments, an error for forward mode, the caller's line."""
 
 import contextlib
 import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -37,6 +38,9 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Argument names of other libraries, and of per-shard or global calls, with the names that mean the same here."""
 
+
+_NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_tools", "ringattn_adapters", "jax", "contextlib")
+"""Packages that `callers_line` skips: ours, and those whose code runs between the caller and ours."""
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -76,6 +80,30 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
         if "forward-mode" not in str(error):
             raise
         raise ours() from error
+
+
+class Line(NamedTuple):
+    """A line of a program, and the registry of the warnings that Python has shown in its module."""
+
+    file: str
+    number: int
+    registry: dict[Any, Any]
+
+
+def callers_line() -> Line:
+    """The line of the program that calls one of our functions."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
+        frame = frame.f_back
+    if frame is None:
+        return Line("an unknown line", 0, {})
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault("__warningregistry__", {}))
+
+
+def warn(message: str) -> None:
+    """Warns at the caller's line, where Python shows the warning once."""
+    file, number, registry = callers_line()
+    warnings.warn_explicit(message, UserWarning, file, number, registry=registry)
 
 
 def _remedy(name: str, known: Collection[str]) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which axes of a mesh split the batch, the sequence and the heads of a call on global arrays."""
 
-import inspect
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -15,11 +13,10 @@ from ..placement import axes
 from ..placement.arrays import BATCH_AXES, Roles
 from ..placement.layout import refuse_indivisible
 from ..placement.mesh import of_arrays, ranks_of, refuse_unknown_axes
+from .entry import warn
 from .shard_map import AXIS_NAMES
 
 HEAD_AXES: Final = ("tp", "model", "tensor")
-_NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_adapters", "contextlib")
-"""Modules that `_warn` skips to find the caller's line: ours, and `contextlib`, which wraps our functions."""
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -48,7 +45,7 @@ def mesh_of(given: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> 
     unused = [name for name, size in context.shape.items() if size > 1]
     unsaid = all(options.get(argument) is None for argument in AXIS_NAMES)
     if found is None and unused and unsaid and not axes.manual():
-        _warn(
+        warn(
             f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
             f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= if "
             f"none does. axis_name=() says that the arrays are local"
@@ -99,19 +96,11 @@ def named_roles(call: Call, mesh: Any) -> Roles:
     kept_whole = (*(BATCH_AXES if batch == () else ()), *(HEAD_AXES if heads == () else ()))
     idle = [name for name in idle if mesh.shape[name] > 1 and name not in kept_whole]
     if idle and not all_named:
-        _warn(
+        warn(
             f"nothing is split over the mesh axes {', '.join(map(repr, idle))}, whose ranks repeat each other's work. "
             f"Pass {_remedy(call, idle[0])} to split over them; () means none"
         )
     return Roles(batch, sequence, heads)
-
-
-def _warn(message: str) -> None:
-    """Warns at the line that calls this package. (Python shows a warning once for each line.)"""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
 
 
 def _remedy(call: Call, idle: str) -> str:
