@@ -177,8 +177,13 @@ class TestWhereItRuns:
             time.sleep(0.3)
 
         monkeypatch.setattr(Kernel, "_trace", trace)
-        with pytest.raises(KeyboardInterrupt):
-            search.fastest(mine(Kernel()), problem(q_length=8), DEFAULT)
+        # A shell starts jobs in the background with this signal ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                search.fastest(mine(Kernel()), problem(q_length=8), DEFAULT)
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert len(traced) == 1 < len(SIZES)
 
 
