@@ -2,6 +2,7 @@
 """With a mesh, arrays are global: specs are derived, uneven lengths padded, and what does not fit is refused."""
 
 import functools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ def test_a_warning_names_the_line_of_the_caller():
             with pytest.warns(UserWarning, match="names none of them") as caught:
                 call()
             assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_warning_is_of_the_module_of_the_caller_for_filters():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=re.escape(__name__) + "$")
+        ring_attention(*arrays(), mesh=mesh_of(other=2, sp=2), axis_name="sp")
 
 
 @pytest.mark.parametrize(("axis", "named"), [("dp", "batch_axis_name"), ("tp", "head_axis_name")])

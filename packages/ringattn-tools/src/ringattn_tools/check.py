@@ -96,8 +96,8 @@ def watched(call: Call, of_cache: bool) -> Call:
             f"sliding_window: {left} lets a query see {left + 1} keys to its left, itself included. If the model's "
             f"window counts {left} keys, pass {left - 1}"
         )
-    file, number, _ = callers_line()
-    return dataclasses.replace(call, check=Check(f"{file}:{number}", of_cache))
+    line = callers_line()
+    return dataclasses.replace(call, check=Check(f"{line.file}:{line.number}", of_cache))
 
 
 @dataclasses.dataclass(frozen=True)

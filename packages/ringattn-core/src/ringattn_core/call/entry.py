@@ -40,7 +40,7 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 _NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_tools", "ringattn_adapters", "jax", "contextlib")
-"""Packages that `callers_line` skips: ours, and those whose code runs between the caller and ours."""
+"""`callers_line` skips functions of these packages: ours, and JAX and `contextlib`, which call ours for the caller."""
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -83,10 +83,11 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
 
 
 class Line(NamedTuple):
-    """A line of a program, and the registry of the warnings that Python has shown in its module."""
+    """A line of a program. `registry` has the warnings that Python has shown in its `module`."""
 
     file: str
     number: int
+    module: str
     registry: dict[Any, Any]
 
 
@@ -96,14 +97,16 @@ def callers_line() -> Line:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
         frame = frame.f_back
     if frame is None:
-        return Line("an unknown line", 0, {})
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault("__warningregistry__", {}))
+        return Line("an unknown line", 0, "", {})
+    module = frame.f_globals.get("__name__", "")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    return Line(frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def warn(message: str) -> None:
     """Warns at the caller's line, where Python shows the warning once."""
-    file, number, registry = callers_line()
-    warnings.warn_explicit(message, UserWarning, file, number, registry=registry)
+    line = callers_line()
+    warnings.warn_explicit(message, UserWarning, line.file, line.number, line.module, line.registry)
 
 
 def _remedy(name: str, known: Collection[str]) -> str:
