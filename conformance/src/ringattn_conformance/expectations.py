@@ -18,7 +18,7 @@ DEFAULT: Final = "pyproject.toml"
 class Expectations:
     """The failures that a pyproject.toml expects: `reasons` has the reason for each test id.
 
-    They hold for `backends`, those that the file registers, or for all backends if it registers none.
+    The reasons apply to `backends`, the backends that the file registers. If it registers none, they apply to all.
     """
 
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)

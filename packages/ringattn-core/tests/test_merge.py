@@ -100,3 +100,8 @@ class TestBeyondTheMonoid:
         given = {"out": x.out, "lse": x.lse} | {name: jnp.int32(getattr(x, name))}
         with pytest.raises(InputError, match=f"b: has {name} of dtype int32"):
             merge(x, Partial(**given))
+
+    def test_a_misfit_is_named_with_its_shape(self) -> None:
+        x = partial(0.5)
+        with pytest.raises(InputError, match=r"b: has out .*, lse .*, max_logits \(3,\)"):
+            merge(x, Partial(x.out, x.lse, jnp.zeros(3)))
