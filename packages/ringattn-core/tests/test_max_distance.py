@@ -13,7 +13,7 @@ from ringattn_core import MaskInfo, from_layout, ring_attention, to_layout
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import Shards
-from ringattn_core.ring.plan import visits
+from ringattn_core.ring.plan import rows_seen
 from ringattn_core.strategies.run import strategy_on
 from rings import agrees, drawn, mesh_of
 
@@ -68,7 +68,7 @@ def rows(layout: str, **options: Any) -> dict[int, tuple[int, int]]:
     """The rows that each hop of a ring of four sends, by how far they travel; ids and positions are not known."""
     options = {"q_segment_ids": IDS, "max_distance": FARTHEST} | options
     call = validated(QUERY, KEY, VALUE, layout=layout, ranks=1, **options)
-    return visits(call.rule_of_hops, Shards(layout, 4), (T // 4, T // 4))
+    return rows_seen(call.rule_of_hops, Shards(layout, 4), (T // 4, T // 4))
 
 
 @pytest.mark.parametrize(

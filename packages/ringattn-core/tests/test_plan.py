@@ -11,7 +11,7 @@ from ringattn_core.call.validation import validated
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Coordinates
 from ringattn_core.placement.layout import LAYOUTS, Shards
-from ringattn_core.ring.plan import MOST_TILES, Level, Send, levels, owner_rank, visits
+from ringattn_core.ring.plan import MOST_TILES, Level, levels, rows_seen
 
 RULES = {
     "full": Rule(1.0),
@@ -49,14 +49,14 @@ def seen(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> 
 @pytest.mark.parametrize("name", RULES)
 def test_every_hop_that_some_query_can_use_is_made(name: str, layout: str):
     for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4), (2, 4, 6)):
-        made = set(visits(RULES[name], Shards(layout, ranks), (q_length, kv_length)))
+        made = set(rows_seen(RULES[name], Shards(layout, ranks), (q_length, kv_length)))
         assert {offset for offset, _ in seen(RULES[name], layout, ranks, q_length, kv_length)} <= made
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_in_the_contiguous_layout_no_other_hop_is_made(name: str):
     for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4), (2, 4, 6)):
-        made = set(visits(RULES[name], Shards("contiguous", ranks), (q_length, kv_length)))
+        made = set(rows_seen(RULES[name], Shards("contiguous", ranks), (q_length, kv_length)))
         assert made == {offset for offset, _ in seen(RULES[name], "contiguous", ranks, q_length, kv_length)} | {0}
 
 
@@ -64,7 +64,7 @@ def test_in_the_contiguous_layout_no_other_hop_is_made(name: str):
 @pytest.mark.parametrize("name", RULES)
 def test_every_row_that_some_query_sees_travels(name: str, layout: str):
     for ranks, q_length, kv_length in itertools.product((2, 3, 8), (4, 16), (8, 12, 16)):
-        rows = visits(RULES[name], Shards(layout, ranks), (q_length, kv_length))
+        rows = rows_seen(RULES[name], Shards(layout, ranks), (q_length, kv_length))
         for offset, row in seen(RULES[name], layout, ranks, q_length, kv_length):
             assert rows[offset][0] <= row < rows[offset][1]
 
@@ -84,9 +84,8 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
     """Contiguous shards send their end. In zigzag order both chunks do: one onward, the other back."""
     (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
     assert dict(zip(level.distances[1:], level.rows[1:], strict=True)) == rows
-    assert [step.key_send for step in level.forward_hops[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
-    back = [step.gradient_send for step in (*level.backward_hops, level.last_hop)]
-    assert back == [None, *(Send(-offset) for offset in rows)]
+    assert [(hop.key_shift, hop.rows) for hop in level.forward_hops[:-1]] == [*rows.items()]
+    assert [hop.gradient_shift for hop in level.backward_hops] == [None, *(-distance for distance in rows)]
 
 
 def test_a_ring_of_two_sends_only_the_rows_that_its_window_sees():
@@ -106,20 +105,20 @@ def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
     window = validated(x, x, x, sliding_window=(1, 0), q_positions=np.arange(32), ranks=1).rule_of_hops
     anything = Rule(1.0, masks=(masks.Predicate(lambda i, j: i == j),), mask_of_head=(0,))
     shards = Shards("contiguous", 4)
-    assert visits(window, shards, (8, 8)) == visits(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))
+    assert rows_seen(window, shards, (8, 8)) == rows_seen(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))
 
 
-def travelled(level: Level, where: np.ndarray, send: Send) -> np.ndarray:
+def travelled(level: Level, where: np.ndarray, shift: int) -> np.ndarray:
     """What each rank has after a send round a level, if rank `r` had `where[r]`."""
     rank, after = np.arange(where.size), where.copy()
-    for sender, receiver in level.pairs(send.shift):
+    for sender, receiver in level.pairs(shift):
         digit = rank // level.stride % level.ranks
         after[rank[digit == receiver]] = where[rank[digit == sender]]
     return after
 
 
 def test_one_query_a_rank_cannot_be_cut_and_need_not_be_where_nothing_is_left_out():
-    assert visits(Rule(1.0), Shards("zigzag", 4), (1, 8)) == dict.fromkeys(range(4), (0, 8))
+    assert rows_seen(Rule(1.0), Shards("zigzag", 4), (1, 8)) == dict.fromkeys(range(4), (0, 8))
 
 
 @pytest.mark.parametrize("made", [(0, 1), (0, 1, 2), (0, 1, 7), (0, 7), tuple(range(8))])
@@ -128,14 +127,14 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(made: tuple[int
     """Whether keys are passed on, or come straight from their owner."""
     level = Level(("sp",), 8, made, rows=((0, 4),) * len(made) if straight else None)
     own = np.arange(8)
-    keys, behind = travelled(level, own, level.key_sends[0]), None
-    for step in (*level.backward_hops, level.last_hop):
-        keys = own if step == level.last_hop else keys
-        np.testing.assert_array_equal(keys, owner_rank([level], own, step.offset))
+    keys, behind = travelled(level, own, level.forward_hops[0].key_shift), None
+    for hop in level.backward_hops:
+        keys = own if hop == level.backward_hops[-1] else keys
+        np.testing.assert_array_equal(keys, level.owner(own, hop.distance))
         if behind is not None:
-            np.testing.assert_array_equal(travelled(level, behind, step.gradient_send), own if straight else keys)
+            np.testing.assert_array_equal(travelled(level, behind, hop.gradient_shift), own if straight else keys)
         behind = keys
-        keys = keys if step.key_send is None else travelled(level, own if straight else keys, step.key_send)
+        keys = keys if hop.key_shift is None else travelled(level, own if straight else keys, hop.key_shift)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2), (2, 3, 2), (1, 4), (4, 1)])
@@ -143,12 +142,14 @@ def test_every_rank_sees_the_keys_of_all_ranks_once(sizes: tuple[int, ...]):
     ranks = int(np.prod(sizes))
     made = levels(Rule(1.0), Shards("contiguous", ranks), (4, 4), tuple("abc"[: len(sizes)]), sizes)
     rank = np.arange(ranks)
-    sources = np.stack([owner_rank(made, rank, offset) for offset in range(ranks)])
+    sources = rank[None]
+    for level in made:
+        sources = np.concatenate([level.owner(sources, hop.distance) for hop in level.forward_hops])
     assert (np.sort(sources, 0) == rank[:, None]).all() and (sources[0] == rank).all()
     for level in made:
-        for step, following in zip(level.forward_hops, level.forward_hops[1:], strict=False):
-            there = travelled(level, owner_rank(made, rank, step.offset), step.key_send)
-            np.testing.assert_array_equal(there, owner_rank(made, rank, following.offset))
+        for hop, following in itertools.pairwise(level.forward_hops):
+            there = travelled(level, level.owner(rank, hop.distance), hop.key_shift)
+            np.testing.assert_array_equal(there, level.owner(rank, following.distance))
 
 
 def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():

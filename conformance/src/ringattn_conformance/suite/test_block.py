@@ -14,7 +14,7 @@ from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract import packing
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients
-from ringattn_core.placement.arrays import axes_with, cleaned
+from ringattn_core.placement.arrays import axes_with, zero_padding
 from ringattn_core.ring import blocks as ring_blocks
 from ringattn_core.ring import engine
 from ringattn_core.ring.sends import KV
@@ -47,8 +47,8 @@ def _blocks(case: Case, shards: int) -> list[Block]:
     given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
     arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
     call = validated(**arrays, **options, ranks=1)
-    ring, location = engine.prepared(None, call, (0, 1))
-    whole = ring_blocks.block_of(ring, call, location, KV(packing.pack(call.key, call.value)), 0)
+    ring = engine.ring_of(None, call, (0, 1))
+    whole = ring_blocks.block_of(ring, call, KV(packing.pack(call.key, call.value)), 0)
     whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
@@ -77,7 +77,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     inputs, answer = case.inputs, case.answer
     blocks = _blocks(case, SHARDS)
     dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
-    dout = cleaned(jnp.asarray(inputs.dout), blocks[0].q_segments)
+    dout = zero_padding(jnp.asarray(inputs.dout), blocks[0].q_segments)
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
     partial, dq, found = program(blocks, dout, jnp.asarray(dlse))
     got = {"out": partial.out, "lse": partial.lse, "dq": dq}

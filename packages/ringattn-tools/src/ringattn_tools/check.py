@@ -24,10 +24,10 @@ from ringattn_core.errors import InputError
 from ringattn_core.placement import axes
 from ringattn_core.placement.arrays import Roles, broadcasts, letters
 from ringattn_core.placement.layout import LAYOUTS, Shards, pieces
+from ringattn_core.ring.all_gather import with_all_ids
 from ringattn_core.ring.blocks import block_of
-from ringattn_core.ring.engine import prepared
+from ringattn_core.ring.engine import ring_of
 from ringattn_core.ring.sends import KV
-from ringattn_core.ring.whole_keys import with_all_ids
 
 LIKE_A_COUNT: Final = 128
 """A window of a power of two keys, from this one on, looks like a count of keys."""
@@ -312,11 +312,11 @@ def _promise(rank: _Rank) -> Iterator[Finding]:
         return
     batch, tokens, promises = *call.query.shape[:2], call.max_distance
     call = dataclasses.replace(call, balance=None, expand=None, latents=None, expand_params=None)
-    ring, location = prepared(None, call, gathers=True)
-    call = with_all_ids(ring, call, location)
+    ring = ring_of(None, call, all_gather=True)
+    call = with_all_ids(ring, call)
     length = call.key.shape[1] * rank.ranks
     nothing = jnp.zeros((batch, length, call.key.shape[2], 0), call.key.dtype)
-    whole = block_of(ring, call, location, KV((nothing, nothing)), 0)
+    whole = block_of(ring, call, KV((nothing, nothing)), 0)
     most = max(1, _PAIRS // (batch * call.query.shape[2] * length))
     rows = next(count for count in range(min(most, tokens), 0, -1) if tokens % count == 0)
 

@@ -6,17 +6,17 @@ This is the only module here that imports `ringattn_core.ring`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ringattn_core.contract import packing
 from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
+from ringattn_core.ring.all_gather import with_all_ids
 from ringattn_core.ring.blocks import block_of
-from ringattn_core.ring.plan import Level, Send, owner_rank
+from ringattn_core.ring.plan import Hop, Level
 from ringattn_core.ring.sends import KV
-from ringattn_core.ring.whole_keys import with_all_ids
 
 
 class Message(NamedTuple):
@@ -69,13 +69,13 @@ def hops_of_call(call: Call, ranks: int, inner: int, stripe: int = 1) -> Hops:
     Of the arrays only shapes and dtypes are read. `stripe` is as in core's `engine.run`.
     """
     sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
-    ring, _ = engine.prepared(None, call, (0, *sizes), stripe=stripe)
+    ring = engine.ring_of(None, call, (0, *sizes), stripe=stripe)
     forward = _forward(ring.levels, call, 0)
     offsets = tuple(step.offset for step in forward)
     return Hops(
         sizes=tuple(level.ranks for level in ring.levels) or (ranks,),
         offsets=offsets,
-        sources=np.stack([owner_rank(ring.levels, np.arange(ranks), offset) for offset in offsets]),
+        sources=np.stack([_owner(ring.levels, np.arange(ranks), offset) for offset in offsets]),
         forward=forward,
         backward=_backward(ring.levels, call, 0),
     )
@@ -91,7 +91,8 @@ def _forward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[St
     *inside, level = levels
     steps: list[Step] = []
     for hop in level.forward_hops:
-        steps += _sending(_forward(inside, call, outer_offset + hop.offset), _keys(len(inside), hop.key_send, call))
+        inner_steps = _forward(inside, call, outer_offset + hop.distance * level.stride)
+        steps += _sending(inner_steps, _keys(len(inside), hop, call))
     return tuple(steps)
 
 
@@ -100,21 +101,29 @@ def _backward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[S
     if not levels:
         return (Step(outer_offset, True, ()),)
     *inside, level = levels
-    number, steps = len(inside), [Step(outer_offset, False, tuple(_keys(len(inside), level.key_sends[0], call)))]
-    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.distances) - 1)))
-    for hop, rows in zip((*level.backward_hops, level.last_hop), rows_before, strict=True):
-        messages = _keys(number, hop.key_send, call)
-        if hop.gradient_send is not None:
+    number, start = len(inside), level.forward_hops[0]
+    steps = [Step(outer_offset, False, tuple(_keys(number, start, call)))]
+    rows_before = (None, *(hop.rows for hop in level.forward_hops[:-1]))
+    for hop, rows in zip(level.backward_hops, rows_before, strict=True):
+        messages = _keys(number, hop, call)
+        if hop.gradient_shift is not None:
             count = _elements(call, rows) * 4  # gradients are float32
-            messages.append(Message("dk,dv", number, hop.gradient_send.shift, count))
-        steps += _sending(_backward(inside, call, outer_offset + hop.offset), messages)
+            messages.append(Message("dk,dv", number, hop.gradient_shift, count))
+        steps += _sending(_backward(inside, call, outer_offset + hop.distance * level.stride), messages)
     return tuple(steps)
 
 
-def _keys(level: int, send: Send | None, call: Call) -> list[Message]:
-    if send is None:
+def _keys(level: int, hop: Hop, call: Call) -> list[Message]:
+    if hop.key_shift is None:
         return []
-    return [Message("K,V", level, send.shift, _elements(call, send.rows) * call.query.dtype.itemsize)]
+    return [Message("K,V", level, hop.key_shift, _elements(call, hop.rows) * call.query.dtype.itemsize)]
+
+
+def _owner(levels: Sequence[Level], rank: Any, offset: int) -> Any:
+    """The rank whose keys have travelled `offset` ranks to `rank`, an offset with a digit for each level."""
+    for level in levels:
+        rank = level.owner(rank, offset // level.stride)
+    return rank
 
 
 def _elements(call: Call, rows: tuple[int, int] | None) -> int:
@@ -132,9 +141,8 @@ def _sending(steps: tuple[Step, ...], messages: list[Message]) -> list[Step]:
 
 def own_block(call: Call) -> Block:
     """The block of this rank's queries and its own keys. The axis of the call must be bound, as in a `vmap`."""
-    ring, location = engine.prepared(None, call)
-    whole = with_all_ids(ring, call, location)
-    return block_of(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
+    ring = engine.ring_of(None, call)
+    return block_of(ring, with_all_ids(ring, call), KV(packing.pack(call.key, call.value)), ring.rank)
 
 
 def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
@@ -143,13 +151,14 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
     `call` is the call of that rank, but with the key ids and positions of all ranks. Every block gets the keys and
     values in `call`, because those of other ranks are not here.
     """
-    ring, location = engine.prepared(kernel, call, (ranks - 1, ranks))
+    ring = engine.ring_of(kernel, call, (ranks - 1, ranks))
     rows = ring.levels[0].rows if ring.levels else None
     found = []
     for hop, step in enumerate(_forward(ring.levels, call, 0)[:most]):
         first, end = rows[hop] if rows else (0, call.key.shape[1])
         k, v = call.key[:, first:end], call.value[:, first:end]
-        kv = packing.pack(k, v) if ring.passes_on or hop > 0 else (k, v)
-        made = block_of(ring, call, location, KV(kv, first), step.offset)
+        kv = packing.pack(k, v) if hop > 0 or (ring.levels and rows is None) else (k, v)
+        owner = _owner(ring.levels, ring.rank, step.offset)
+        made = block_of(ring, call, KV(kv, first, own=hop == 0), owner)
         found.append(dataclasses.replace(made, final=not ring.levels))
     return tuple(found)

@@ -14,7 +14,7 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
-from ringattn_core.strategies.run import settled, that_runs
+from ringattn_core.strategies.run import exchange, strategy_of
 from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
@@ -53,7 +53,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
-        run_as = that_runs(dataclasses.replace(local, strategy=settled(registration, local)))
+        run_as = exchange(dataclasses.replace(local, strategy=strategy_of(registration, local)))
         asked.append((registration, of_call(registration, run_as, size(run_as.axis_name or ()))))
 
     trace(call, on_one_rank)

@@ -238,8 +238,8 @@ def _attend(registration: Registration, call: Call) -> Any:
             "Pass another backend",
         )
     call = call if call.check is None else call.check(call)
-    out, lse, _ = cache.attend(registration.implementation(), with_parameters(registration, call))
-    return (out, lse) if call.return_lse else out
+    result = cache.attend(registration.implementation(), with_parameters(registration, call))
+    return (result.out, result.lse) if call.return_lse else result.out
 
 
 def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:

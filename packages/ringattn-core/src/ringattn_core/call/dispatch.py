@@ -13,9 +13,9 @@ from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..errors import InputError
-from ..placement.arrays import cleaned
+from ..placement.arrays import zero_padding
 from ..placement.platforms import platform_of
-from ..strategies.run import run, settled
+from ..strategies.run import run, strategy_of
 from ..tuning.choice import with_parameters
 from .entry import reverse_mode_only
 from .options import head_sizes, needs
@@ -31,7 +31,7 @@ def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for a rank's call. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = call if call.check is None else call.check(call)
-    call = dataclasses.replace(call, strategy=settled(registration, call))
+    call = dataclasses.replace(call, strategy=strategy_of(registration, call))
     if backend.kernel is None:
         for name in ("balance", "return_max_logits"):
             if asked := getattr(call, name):
@@ -61,12 +61,12 @@ def _without_gradient(registration: Registration, result: Any) -> Any:
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
     """Calls a backend's ring function.
 
-    `cleaned` and `where` serve only to keep cotangents of padding out of that function's backward pass.
+    `zero_padding` and `where` serve only to keep cotangents of padding out of that function's backward pass.
     """
     ids, result = call.q_segment_ids, kernel(**call.options())
     if ids is None:
         return result
     if not call.return_lse:
-        return cleaned(result, ids)
+        return zero_padding(result, ids)
     out, lse = result
-    return cleaned(out, ids), jnp.where(ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
+    return zero_padding(out, ids), jnp.where(ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))

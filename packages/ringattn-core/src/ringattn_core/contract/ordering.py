@@ -5,6 +5,7 @@ Otherwise XLA may run all sends first, which needs memory for every shard at onc
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +16,34 @@ from jaxtyping import Array, Float32, Int32, Shaped
 from .varying import align, axes_of
 
 
-def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
+def tie(x: Any, done: Any) -> Any:
+    """The arrays `x`, with an order: nothing that reads the result starts before all arrays in `done` are computed."""
+    return _in_turn(_ordered, x, done)
+
+
+def tie_on_cpu(x: Any, done: Any) -> Any:
+    """The arrays `x`, on CPU ordered after `done`, elsewhere unchanged: sends block on CPU, and overlap takes memory.
+
+    If `x` is a number, such as an index, arrays that are computed from it are not allocated before `done` either.
+    """
+    return _in_turn(_ordered_on_cpu, x, done)
+
+
+def _in_turn(ordered: Callable[[jax.Array, jax.Array], jax.Array], x: Any, done: Any) -> Any:
+    return jax.tree.map(lambda x: functools.reduce(ordered, jax.tree.leaves(done), x), x)
+
+
+def _ordered(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     x, mesh = align(x, axes_of(x, token)), jax.sharding.get_abstract_mesh()
     # XLA cannot partition a kernel, so all axes must be manual. (A ring that `vmap` plays needs no order.)
     manual = bool(mesh.axis_names) and {*mesh.manual_axes} == {*mesh.axis_names}
     on_tpu = _by_kernel if manual else _by_barrier
     return jax.lax.platform_dependent(x, token, cpu=_by_bits, tpu=on_tpu, default=_by_barrier)
+
+
+def _ordered_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
+    x = align(x, axes_of(x, token))
+    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
 
 
 def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
@@ -82,15 +104,6 @@ def _tie() -> Any:
     tie = launch_primitive("ringattn_tie", lambda x, token: [x], {"tpu": _in_place} | elsewhere)
     batching.primitive_batchers[tie] = _batched
     return tie
-
-
-def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, on CPU ordered after `token`, elsewhere unchanged: a send blocks on CPU, so overlap only takes memory there.
-
-    If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
-    """
-    x = align(x, axes_of(x, token))
-    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
 
 
 def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:

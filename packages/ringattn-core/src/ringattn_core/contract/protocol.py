@@ -169,7 +169,7 @@ class Partial:
     """Attention over some of the keys: `out`, normalised over them, and `lse`, their log-sum-exp (natural logarithm).
 
     A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32; for a block with `final`
-    it may have the dtype of the queries.
+    it may have the dtype of the queries, and the result of a ring has it.
 
     `max_logits` is the largest score of each query, after the soft cap, bias and ALiBi; -inf for a query that has seen
     no key. It is `None` unless `rule.return_max_logits` asks for it.

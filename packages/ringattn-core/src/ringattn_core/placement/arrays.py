@@ -47,7 +47,7 @@ def as_array(argument: str, x: Any) -> jax.Array:
         ) from error
 
 
-def cleaned(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> Shaped[Array, "B T *rest"]:
+def zero_padding(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> Shaped[Array, "B T *rest"]:
     """`x`, a result or its cotangent, with zeros for padding: the tokens with a negative id. `ids=None` is no padding.
 
     The cotangent of padding may hold anything. It would enter matrix products with weight 0, and `0 * NaN` is NaN.

@@ -117,9 +117,12 @@ class Shards:
         size = length // len(chunks)
         return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, chunk * size, size, -1) for chunk in chunks], -1)
 
-    def put_columns(self, whole: jax.Array, part: jax.Array, rank: Any) -> jax.Array:
-        """`whole` with `columns(whole, rank)` replaced by `part`."""
-        length = part.shape[-1]
+    def put_columns(self, whole: jax.Array, part: jax.Array, rank: Any, start: int = 0) -> jax.Array:
+        """`whole` with `columns(whole, rank)` replaced by `part`, from entry `start` on, and by 0 in other entries."""
+        length = whole.shape[-1] // self.count
+        if length > part.shape[-1]:
+            others = (start, length - start - part.shape[-1])
+            part = jnp.pad(part, (*[(0, 0)] * (part.ndim - 1), others))
         if self.layout == "striped":
             grid = whole.reshape(*whole.shape[:-1], length // self.stripe, self.count, self.stripe)
             part = part.reshape(*part.shape[:-1], length // self.stripe, self.stripe)

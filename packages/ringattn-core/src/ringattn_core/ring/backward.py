@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from ..contract import batching, ordering, packing
 from ..contract.call import ARRAYS, Call
 from ..contract.expansion import Expansion
+from ..contract.protocol import Partial
 from ..contract.static_masks import wants_static_masks
-from ..placement.arrays import cleaned
-from . import whole_keys
-from .blocks import Ring, block_of, owner, put_columns
-from .forward import Residuals, sinks_of
+from ..placement.arrays import zero_padding
+from . import all_gather
+from .blocks import Ring, block_of
+from .forward import sinks_of
 from .plan import Hop, Level
-from .sends import KV, after, after_on_cpu, packed, sent, total
+from .sends import KV, packed, sent, total
 
 
 class Sums(NamedTuple):
@@ -30,54 +31,51 @@ class Sums(NamedTuple):
     dparams: list[jax.Array] | None = None
 
 
-BackwardBody = Callable[[KV, Any, Sums], tuple[KV, Sums]]
-"""`body(kv, offset, sums)` returns the gradients of the keys and values `kv`, which have travelled `offset` to this
-rank, and `sums` with the gradients of this hop added. It is a kernel, or the loop over an inner mesh axis of the
-ring."""
+Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
+"""`body(kv, owner, sums)` returns the gradients of keys and values `kv` of the rank `owner`, and `sums` with the
+gradients of this hop added. It is a kernel, or the loop over an inner mesh axis of the ring."""
 
 
-def backward(ring: Ring, bias_fixed: bool, residuals: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
-    """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
-    call, location, raw = residuals.call, residuals.location, dout
-    dout, delta = _dout_and_delta(residuals, dout, dlse)
+def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax.Array, bias_fixed: bool) -> Call:
+    """The cotangents of the arrays of `call`, from the forward pass's `result` and its cotangents."""
+    raw, (dout, delta) = dout, _dout_and_delta(call, result, dout, dlse)
     kernel, own = batching.backward(ring.kernel), KV(call.travelling)
-    travel = bool(ring.levels) or ring.gathers
+    travel = bool(ring.levels) or ring.all_gather
     summed_over_ranks = {*call.wide} - ({"bias"} if bias_fixed else set())
     block_fields = {"bias_fixed": bias_fixed, "final": not travel and not summed_over_ranks}
-    block_fields |= {"out": residuals.out} if wants_static_masks(ring.kernel) else {}
+    block_fields |= {"out": result.out} if wants_static_masks(ring.kernel) else {}
 
-    def one_block(kv: KV, offset: Any, sums: Sums) -> tuple[KV, Sums]:
-        kv = packed(kv) if ring.passes_on else kv
-        block = block_of(ring, call, location.after_on_cpu(kv) if ring.levels else location, kv, offset)
-        new = kernel(dataclasses.replace(block, **block_fields), dout, residuals.lse, delta, sums.dq)
+    def one_block(kv: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
+        block = block_of(ring, call, kv, ordering.tie_on_cpu(owner, kv) if ring.levels else owner)
+        new = kernel(dataclasses.replace(block, **block_fields), dout, result.lse, delta, sums.dq)
         # Gradients take the form of the keys: a pair, or packed in one array.
         dkv = (new.dk, new.dv) if isinstance(kv.arrays, tuple) else packing.pack(new.dk, new.dv)
         dbias, dslopes = new.dbias, new.dslopes
         if call.bias is not None and dbias is not None and ring.key_shards.count > 1:
             zeros = ordering.zeros(call.bias.shape, dbias).astype(dbias.dtype)
             whole = zeros if sums.dbias is None else sums.dbias
-            dbias = put_columns(ring, whole, dbias, owner(ring, location, offset), kv.start)
+            dbias = ring.key_shards.put_columns(whole, dbias, owner, kv.start)
         if dslopes is not None and sums.dslopes is not None:
             dslopes += sums.dslopes
-        return KV(dkv, kv.start), Sums(new.dq, dbias, dslopes)
+        return dataclasses.replace(kv, arrays=dkv), Sums(new.dq, dbias, dslopes)
 
-    body: BackwardBody = one_block if ring.expand is None else expanded(ring.expand, call.expand_params, one_block)
+    body: Body = one_block if call.expand is None else expanding(call.expand, call.expand_params, one_block)
     for level in ring.levels:
         body = around(level, body)
-    if ring.gathers:
-        body = whole_keys.backward(ring, location, body)
+    if ring.all_gather:
+        body = all_gather.backward(ring, body)
     # The first send waits for the raw `dout`, and so for the forward pass; arrays derived from `dout` are ready later.
-    dkv, sums = body(after(own, raw) if travel else own, 0, Sums())
-    gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(residuals, delta)}
+    dkv, sums = body(ordering.tie(own, raw) if travel else own, ring.rank, Sums())
+    gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(call, result.lse, delta)}
     gradients |= {"bias": sums.dbias, "alibi_slopes": sums.dslopes}
-    if ring.expand is not None:
+    if call.expand is not None:
         dlatents = [dx if dx is None else dx.astype(x.dtype) for dx, x in zip(dkv.arrays, call.travelling, strict=True)]
         return dataclasses.replace(_cotangents(call, gradients), latents=dlatents, expand_params=sums.dparams)
     dk, dv = dkv.pair(call.query.shape[-1])
     return _cotangents(call, gradients | {"key": dk, "value": dv})
 
 
-def around(level: Level, body: BackwardBody) -> BackwardBody:
+def around(level: Level, body: Body) -> Body:
     """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own last.
 
     Each hop sends the gradients of keys and values that the hop before computed; the kernel with this rank's own keys
@@ -85,59 +83,62 @@ def around(level: Level, body: BackwardBody) -> BackwardBody:
     adds its contribution (`total`). If keys came straight from their owner, their gradients go straight back to it.
     """
 
-    def loop(own: KV, outer_offset: Any, sums: Sums) -> tuple[KV, Sums]:
+    def loop(own: KV, rank: Any, sums: Sums) -> tuple[KV, Sums]:
         def one_hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], hop: Hop) -> Any:
             kv, gradients_out, arrived, sums = carry
             # Order: the kernel of the hop before; both sends begin; the kernel of this hop, which hides them; the keys
             # arrive; the gradients arrive.
-            kv = after(kv, sums.dq)
-            keys_out = after(own, sums.dq) if level.direct else kv
-            gradients_out = after(gradients_out, kv)
-            keys_in, gradients_in = sent(level, keys_out, hop.key_send), sent(level, gradients_out, hop.gradient_send)
+            kv = ordering.tie(kv, sums.dq)
+            keys_out = ordering.tie(own, sums.dq) if level.direct else kv
+            gradients_out = ordering.tie(gradients_out, kv)
+            keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
+            gradients_in = sent(level, gradients_out, hop.gradient_shift)
             if keys_in is None:  # no send of keys makes this kernel wait until the gradients are there to be sent
-                kv = after(kv, gradients_out)
-            sums = sums._replace(dq=after_on_cpu(sums.dq, (keys_in, gradients_in)))
-            dkv, sums = body(kv, outer_offset + hop.offset, sums)
-            gradients_in = after(gradients_in, keys_in)
+                kv = ordering.tie(kv, gradients_out)
+            sums = sums._replace(dq=ordering.tie_on_cpu(sums.dq, (keys_in, gradients_in)))
+            kv = kv if level.direct else packed(kv)
+            dkv, sums = body(kv, level.owner(rank, hop.distance), sums)
+            gradients_in = ordering.tie(gradients_in, keys_in)
             if level.direct and gradients_in is not None:
                 return keys_in, dkv, (*arrived, gradients_in), sums
             return keys_in, total(dkv, gradients_in), arrived, sums
 
-        first = sent(level, after(own, sums.dq), level.key_sends[0])
-        _, gradients_out, arrived, sums = level.each(one_hop, (first, None, (), sums), level.backward_hops)
-        _, dkv, arrived, sums = one_hop((own, gradients_out, arrived, sums), level.last_hop)
+        start, (*others, last) = level.forward_hops[0], level.backward_hops
+        first = sent(level, ordering.tie(own, sums.dq), start.key_shift, start.rows)
+        _, gradients_out, arrived, sums = level.each(one_hop, (first, None, (), sums), others)
+        _, dkv, arrived, sums = one_hop((own, gradients_out, arrived, sums), last)
         return functools.reduce(total, arrived, dkv), sums
 
     return loop
 
 
-def expanded(expand: Expansion, params: Any, body: BackwardBody) -> BackwardBody:
+def expanding(expand: Expansion, params: Any, body: Body) -> Body:
     """Calls `body` with the keys and values that `expand` computes from the arrays that are here.
 
     Returns the gradients of these arrays in place of `dk` and `dv`, and adds those of the parameters to `sums`. The
     gradient of an array of integers is `None`.
     """
 
-    def on_arrival(latents: KV, offset: Any, sums: Sums) -> tuple[KV, Sums]:
+    def on_arrival(latents: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
         pair, pull = jax.vjp(expand, latents.arrays, params)
-        dkv, new = body(KV(pair, latents.start), offset, sums)
+        dkv, new = body(dataclasses.replace(latents, arrays=pair), owner, sums)
         of_latents, of_params = pull(tuple(dx.astype(x.dtype) for dx, x in zip(dkv.arrays, pair, strict=True)))
         dlatents, dparams = (
             [None if dx.dtype == jax.dtypes.float0 else dx.astype(jnp.float32) for dx in gradients]
             for gradients in (of_latents, of_params)
         )
         dparams = dparams if sums.dparams is None else jax.tree.map(jnp.add, sums.dparams, dparams)
-        return KV(dlatents, latents.start), new._replace(dparams=dparams)
+        return dataclasses.replace(latents, arrays=dlatents), new._replace(dparams=dparams)
 
     return on_arrival
 
 
-def _dout_and_delta(residuals: Residuals, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _dout_and_delta(call: Call, result: Partial, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`dout` with zeros in its padding, and `delta`: for each query and head, `Σ dout * out - dlse`."""
-    ids = residuals.call.q_segment_ids
-    dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+    ids = call.q_segment_ids
+    dout, dlse = zero_padding(dout, ids), jnp.swapaxes(zero_padding(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
     # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
-    products = dout.astype(jnp.float32) * residuals.out.astype(jnp.float32)
+    products = dout.astype(jnp.float32) * result.out.astype(jnp.float32)
     return dout, jnp.swapaxes(products.sum(-1), 1, 2) - dlse
 
 
@@ -153,12 +154,10 @@ def _cotangents(call: Call, gradients: dict[str, jax.Array | None]) -> Call:
     return dataclasses.replace(call, **{name: of(name) for name in ARRAYS})
 
 
-def _sink_gradients(residuals: Residuals, delta: jax.Array) -> jax.Array | None:
+def _sink_gradients(call: Call, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
     """The gradient of each sink: minus the sum over rows of the sink's probability times `delta`."""
-    sinks = sinks_of(residuals.call)
+    sinks = sinks_of(call)
     if sinks is None:
         return None
-    probability = jnp.exp(
-        sinks[None, :, None, :] - jnp.where(jnp.isneginf(residuals.lse), 0.0, residuals.lse)[..., None]
-    )
+    probability = jnp.exp(sinks[None, :, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")

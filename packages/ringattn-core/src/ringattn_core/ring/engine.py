@@ -2,7 +2,6 @@
 """Runs a call on one rank with a block kernel: the ring as one differentiable function, a `custom_vjp`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,56 +11,53 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..contract.call import Call
-from ..contract.protocol import BlockKernel
+from ..contract.protocol import BlockKernel, Partial
 from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.layout import Shards
+from .all_gather import with_all_ids
 from .backward import backward
-from .blocks import Location, Ring
-from .forward import Residuals, Result, forward
+from .blocks import Ring
+from .forward import forward
 from .plan import levels
 
 
-def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
+def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Partial:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
-    With `gathers`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is how many
-    consecutive tokens form a run in a shard of the striped layout.
+    With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is the
+    number of consecutive tokens in a run of a shard of the striped layout.
     """
-    ring, location = prepared(kernel, call, None, gathers, stripe)
+    ring = ring_of(kernel, call, None, all_gather, stripe)
     if call.expand is not None:
         call = dataclasses.replace(call, key=None, value=None)
     # Replicated inputs are aligned, so that JAX sums their gradients.
-    return _attend(ring, *align((call, location), axes_of(call, location)))
+    return _attend(*align((ring, call), axes_of(ring, call)))
 
 
-def prepared(
-    kernel: Any, call: Call, place: tuple[Any, ...] | None = None, gathers: bool = False, stripe: int = 1
-) -> tuple[Ring, Location]:
-    """Prepares the engine's inputs: the static description of the ring, and the location of this rank.
+def ring_of(
+    kernel: Any, call: Call, place: tuple[Any, ...] | None = None, all_gather: bool = False, stripe: int = 1
+) -> Ring:
+    """The ring of this rank's call.
 
     `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
-    mesh axes `call.axis_name`. `kernel` may be `None` if nothing runs. `gathers` and `stripe` are as in `run`.
+    mesh axes `call.axis_name`. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in `run`.
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
     shards = Shards(call.layout, math.prod(sizes), stripe, folded=call.balance is not None)
     lengths = call.query.shape[1], call.key.shape[1]
-    location = Location(
-        jnp.asarray(rank, jnp.int32),
-        _indices(call.batch_axis_name, call.query.shape[0]),
-        _indices(call.head_axis_name, call.query.shape[2]),
-    )
-    ring = Ring(
+    return Ring(
         kernel,
         axis,
         query_shards=shards,
-        key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if gathers else shards,
-        levels=() if gathers else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
-        expand=call.expand,
+        key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if all_gather else shards,
+        levels=() if all_gather else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
+        rank=jnp.asarray(rank, jnp.int32),
+        batch_index=_indices(call.batch_axis_name, call.query.shape[0]),
+        head_index=_indices(call.head_axis_name, call.query.shape[2]),
     )
-    return ring, location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
@@ -69,10 +65,10 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
     return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(ring: Ring, call: Call, location: Location) -> Result:
+@jax.custom_vjp
+def attend(ring: Ring, call: Call) -> Partial:
     """The result for this rank's queries and the keys of all ranks."""
-    return forward(ring, call, location)[0]
+    return forward(ring, with_all_ids(ring, call.narrowed()))
 
 
 def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
@@ -97,34 +93,36 @@ first_derivative_only = without_derivative(
 )
 
 
-def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
+def _forward_rule(*inputs: Any) -> tuple[Partial, Any]:
     """The forward rule. JAX passes each input together with whether it is differentiated.
 
     The backward pass must know whether the bias is differentiated. The length of the first residual tells: 1 for a bias
     that is not differentiated, else 0. A static value could not tell, because JAX keeps one tree structure of residuals
     for each function that it has traced, whichever inputs are differentiated.
     """
-    call, location = jax.tree.map(lambda x: x.value, given)
-    bias_fixed = call.bias is not None and not given[0].bias.perturbed
-    result, residuals = forward(ring, first_derivative_only(call), location)
-    return result, (jnp.zeros(int(bias_fixed), jnp.int8), residuals)
+    ring, call = jax.tree.map(lambda x: x.value, inputs)
+    bias_fixed = call.bias is not None and not inputs[1].bias.perturbed
+    call = with_all_ids(ring, first_derivative_only(call).narrowed())
+    result = forward(ring, call)
+    kept = dataclasses.replace(result, max_logits=None)
+    return result, (jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
 
 
-def _backward_rule(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: Result) -> tuple[Call, None]:
+def _backward_rule(residuals: Any, cotangents: Partial) -> tuple[None, Call]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on.
 
-    The third result, `max_logits`, has no gradient (`strategies.run`), so its cotangent is ignored.
+    `max_logits` has no gradient (`strategies.run`), so its cotangent is ignored.
     """
-    bias_fixed, kept = residuals
+    bias_fixed, ring, call, result = residuals
 
     def array(x: Any) -> jax.Array:
         zero = isinstance(x, jax.custom_derivatives.SymbolicZero)
-        return align(jnp.zeros(x.shape, x.dtype), axes_of(kept.call)) if zero else x  # pyright: ignore[reportArgumentType]
+        return align(jnp.zeros(x.shape, x.dtype), axes_of(call)) if zero else x  # pyright: ignore[reportArgumentType]
 
-    dout, dlse = first_derivative_only([array(x) for x in cotangents[:2]])
-    return backward(ring, bias_fixed.size == 1, kept, dout, dlse), None
+    dout, dlse = first_derivative_only([array(x) for x in (cotangents.out, cotangents.lse)])
+    return None, backward(ring, call, result, dout, dlse, bias_fixed.size == 1)
 
 
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-_attend = jax.jit(attend, static_argnums=0)
+_attend = jax.jit(attend)
 """Equal calls compile once, even if the caller does not use `jax.jit`."""

@@ -24,25 +24,18 @@ MOST_TILES: Final = 64
 """Only whole tiles of a shard's rows are sent; the plan cuts a shard into at most this many tiles."""
 
 
-class Send(NamedTuple):
-    """One permute: every rank sends a shard, or only its `rows`, to the rank `shift` ranks further round a `Level`."""
-
-    shift: int
-    rows: tuple[int, int] | None = None
-    """The first row that is sent, and one more than the last; `None` sends the whole shard."""
-
-
 class Hop(NamedTuple):
-    """One hop: how far the keys that this rank computes with have travelled, and what it sends meanwhile.
+    """One hop: whose keys a rank computes with, and what it sends meanwhile, counted in ranks of a `Level`.
 
-    `offset` is the distance that the keys have travelled, in ranks of the whole ring, summed over the levels.
-    `owner_rank` converts it to the rank that owns the keys. `key_send` sends the keys of the next hop, `gradient_send`
-    the gradients of the hop before; `None` sends nothing.
+    The keys belong to the rank `distance` ranks back. Meanwhile every rank sends the keys of the next hop `key_shift`
+    ranks onward, all or only `rows` of them (the first, and one more than the last), and the gradients of the hop
+    before `gradient_shift` ranks onward. A shift of `None` sends nothing.
     """
 
-    offset: Any
-    key_send: Send | None
-    gradient_send: Send | None = None
+    distance: Any
+    key_shift: int | None
+    rows: tuple[int, int] | None
+    gradient_shift: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Level:
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
     the rank that owns them, and their gradients go straight back; such a level is the only one, and its hops are
     unrolled. `stride` is how far apart neighbours of this level are in the whole ring: the product of the sizes of the
-    levels inside it. `distances`, and the shifts of sends, count ranks of this level.
+    levels inside it. `distances` and shifts count ranks of this level.
     """
 
     axis: tuple[str, ...]
@@ -70,42 +63,32 @@ class Level:
         return self.rows is not None
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """How far the keys of each hop have travelled, counted in ranks of the whole ring."""
-        return tuple(distance * self.stride for distance in self.distances)
-
-    @property
-    def key_sends(self) -> tuple[Send, ...]:
-        """The sends that bring the keys of hop 1, hop 2 and so on; each starts during the hop before."""
-        if self.rows is None:
-            return tuple(Send(far - near) for near, far in itertools.pairwise(self.distances))
-        return tuple(map(Send, self.distances[1:], self.rows[1:]))
-
-    @property
-    def gradient_sends(self) -> tuple[Send, ...]:
-        """The sends of `dk` and `dv` of hop 1, hop 2 and so on; each starts during the hop after.
-
-        The gradients follow the keys from rank to rank, the last to the owner; with `rows`, each goes straight home.
-        """
-        if self.rows is None:
-            round_trip = (*self.distances[1:], self.ranks)
-            return tuple(Send(far - near) for near, far in itertools.pairwise(round_trip))
-        return tuple(Send(-distance) for distance in self.distances[1:])
-
-    @property
     def forward_hops(self) -> tuple[Hop, ...]:
-        """The hops of the forward pass, the hop with this rank's own keys first."""
-        return tuple(map(Hop, self.offsets, (*self.key_sends, None)))
+        """The hops of the forward pass, the hop with this rank's own keys first.
+
+        The keys of a hop are sent during the hop before.
+        """
+        steps = self.distances[1:] if self.direct else _steps(self.distances)
+        rows = self.rows or (None,) * len(self.distances)
+        return tuple(map(Hop, self.distances, (*steps, None), (*rows[1:], None)))
 
     @property
     def backward_hops(self) -> tuple[Hop, ...]:
-        """The hops of the backward pass at which a rank computes with another rank's keys, before `last_hop`."""
-        return tuple(map(Hop, self.offsets[1:], (*self.key_sends[1:], None), (None, *self.gradient_sends[:-1])))
+        """The hops of the backward pass, the hop with this rank's own keys last.
 
-    @property
-    def last_hop(self) -> Hop:
-        """The last hop of the backward pass: a rank computes with its own keys, and sends the last gradients home."""
-        return Hop(0, None, self.gradient_sends[-1])
+        The gradients of a hop are sent during the hop after. They follow the keys from rank to rank, the last to the
+        owner; with `rows`, each goes straight home.
+        """
+        _, *others = self.forward_hops
+        far = self.distances[1:]
+        homeward = tuple(-distance for distance in far) if self.direct else _steps((*far, self.ranks))
+        hops = zip((*others, Hop(0, None, None)), (None, *homeward), strict=True)
+        return tuple(hop._replace(gradient_shift=shift) for hop, shift in hops)
+
+    def owner(self, rank: Any, distance: Any) -> Any:
+        """The rank whose keys `rank` has if they have come `distance` ranks round this level; all may be arrays."""
+        number = rank // self.stride % self.ranks
+        return rank + ((number - distance) % self.ranks - number) * self.stride
 
     def pairs(self, shift: int) -> list[tuple[int, int]]:
         """The sender and the receiver of each message of a permute by `shift` ranks."""
@@ -119,12 +102,16 @@ class Level:
         between = hops[1:-1]
         if (len(self.distances) - 1) * self.stride <= UNROLLED or len({hop[1:] for hop in between}) != 1:
             return functools.reduce(one_hop, hops, carry)
-        offsets = jnp.asarray([hop.offset for hop in between], jnp.int32)
+        distances = jnp.asarray([hop.distance for hop in between], jnp.int32)
         carry = one_hop(carry, hops[0])
         carry, _ = jax.lax.scan(
-            lambda carry, at: (one_hop(carry, between[0]._replace(offset=at)), None), carry, offsets
+            lambda carry, distance: (one_hop(carry, between[0]._replace(distance=distance)), None), carry, distances
         )
         return one_hop(carry, hops[-1])
+
+
+def _steps(distances: Sequence[int]) -> tuple[int, ...]:
+    return tuple(far - near for near, far in itertools.pairwise(distances))
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,33 +124,22 @@ def levels(
     one level over all axes, because a few sends take less time than a round of every axis. `lengths` are the numbers of
     queries and keys of a shard.
     """
-    made = visits(rule, shards, lengths)
-    if len(made) == 1:
+    seen = rows_seen(rule, shards, lengths)
+    if len(seen) == 1:
         return ()
-    if len(made) < shards.count or {*made.values()} != {(0, lengths[1])}:
-        rows = tuple(made.values()) if len(made) - 1 <= UNROLLED else None
-        return (Level(axis, shards.count, tuple(made), rows=rows),)
-    found, stride = [], 1
+    if len(seen) < shards.count or {*seen.values()} != {(0, lengths[1])}:
+        rows = tuple(seen.values()) if len(seen) - 1 <= UNROLLED else None
+        return (Level(axis, shards.count, tuple(seen), rows=rows),)
+    innermost_first, stride = [], 1
     for name, size in reversed([*zip(axis or ("",) * len(sizes), sizes, strict=True)]):
         if size > 1:
-            found.append(Level((name,), size, tuple(range(size)), stride))
+            innermost_first.append(Level((name,), size, tuple(range(size)), stride))
         stride *= size
-    return tuple(found)
+    return tuple(innermost_first)
 
 
-def owner_rank(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
-    """The rank whose keys have travelled `offset` to `rank`; both may be arrays.
-
-    Each digit of an offset counts back round its own `Level`. With one level, that is `(rank - offset) % ranks`.
-    """
-    for level in levels:
-        digit = rank // level.stride % level.ranks
-        rank = rank + ((digit - offset // level.stride) % level.ranks - digit) * level.stride
-    return rank
-
-
-def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """The offsets at which some query may see some key, each with the range of a shard's rows that some rank sees.
+def rows_seen(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
+    """The distances at which some query may see some key, each with the range of a shard's rows that some rank sees.
 
     `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position. Segment
     ids leave out none, because they are known only at run time. If more than `UNROLLED` hops remain, each has all rows
@@ -172,22 +148,22 @@ def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tu
     whole = (0, lengths[1])
     if not rule.masks and bounds(rule, np.int32(0)) == (None, None):
         return dict.fromkeys(range(shards.count), whole)
-    others = [offset for offset in range(1, shards.count) if _visible(rule, shards, lengths, offset, 1).any()]
+    others = [distance for distance in range(1, shards.count) if _visible(rule, shards, lengths, distance, 1).any()]
     if len(others) > UNROLLED:
         return dict.fromkeys((0, *others), whole)
-    rows = {offset: _seen_rows(rule, shards, lengths, offset) for offset in others}
-    return {0: whole} | {offset: x for offset, x in rows.items() if x is not None}
+    rows = {distance: _rows_at(rule, shards, lengths, distance) for distance in others}
+    return {0: whole} | {distance: x for distance, x in rows.items() if x is not None}
 
 
-def _seen_rows(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int) -> tuple[int, int] | None:
-    """The rows of a shard that some rank sees when keys have travelled `offset`, in whole tiles; `None` for no row."""
-    some = _visible(rule, shards, lengths, offset, MOST_TILES)
+def _rows_at(rule: Rule, shards: Shards, lengths: tuple[int, int], distance: int) -> tuple[int, int] | None:
+    """The rows that some rank sees of the shard `distance` ranks back, in whole tiles; `None` for no row."""
+    some = _visible(rule, shards, lengths, distance, MOST_TILES)
     seen, tile = np.flatnonzero(some.any((0, 1))), lengths[1] // some.shape[-1]
     return (int(seen[0]) * tile, (int(seen[-1]) + 1) * tile) if seen.size else None
 
 
-def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, parts: int) -> np.ndarray:
-    """True where a tile of a rank's queries may see a tile of the keys that have travelled `offset` to it.
+def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], distance: int, parts: int) -> np.ndarray:
+    """True where a tile of a rank's queries may see a tile of the keys of the rank `distance` ranks back.
 
     A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
     `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them. The ends do not bound
@@ -196,12 +172,12 @@ def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, 
     masks = rule.masks if all(mask.bounded for mask in rule.masks) else ()
     every = any(mask.shapes() for mask in masks)
     q, kv = (_tiles(shards, length, parts, every) for length in lengths)
-    kv = np.roll(kv, offset, 0)
-    found = by_position(rule, *((x[..., 0], x[..., -1]) for x in (q, kv)))
+    kv = np.roll(kv, distance, 0)
+    conditions = by_position(rule, *((x[..., 0], x[..., -1]) for x in (q, kv)))
     if masks:
-        found.append(any_of(masks).tiles(Coordinates(q, q), Coordinates(kv, kv)))
+        conditions.append(any_of(masks).tiles(Coordinates(q, q), Coordinates(kv, kv)))
     some = np.ones((len(q), q.shape[1], kv.shape[1]), bool)
-    return functools.reduce(np.logical_and, (some_of_part for some_of_part, _ in found), some)
+    return functools.reduce(np.logical_and, (some_of_part for some_of_part, _ in conditions), some)
 
 
 @functools.lru_cache(maxsize=4)

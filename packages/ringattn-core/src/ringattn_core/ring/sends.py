@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys, values and gradients that travel round a ring, how they are sent, and what each send waits for."""
+"""The keys, values and gradients that travel round a ring, and how they are sent."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..contract import ordering, packing
+from ..contract import packing
 from ..placement import axes
-from .plan import Level, Send
+from .plan import Level
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +25,8 @@ class KV:
     arrays: Any
     start: int = dataclasses.field(default=0, metadata={"static": True})
     """The index of the first row in its shard; 0 for a whole shard."""
+    own: bool = dataclasses.field(default=True, metadata={"static": True})
+    """Whether they are this rank's own, or their gradients; false after a send."""
 
     @property
     def length(self) -> int:
@@ -52,18 +53,19 @@ def packed(kv: KV) -> KV:
     return dataclasses.replace(kv, arrays=jax.lax.optimization_barrier(packing.pack_to_send(*kv.arrays)))
 
 
-def sent(level: Level, kv: KV | None, send: Send | None) -> KV | None:
-    """Sends `kv` along `level`, and returns what arrives at this rank; `None` if `kv` or `send` is `None`.
+def sent(level: Level, kv: KV | None, shift: int | None, rows: tuple[int, int] | None = None) -> KV | None:
+    """Sends `kv` to the rank `shift` ranks onward, and returns what arrives; `None` if `kv` or `shift` is `None`.
 
-    If `send` names rows, `kv` must be a whole shard.
+    With `rows`, `kv` must be a whole shard, and only these rows are sent.
     """
-    if kv is None or send is None:
+    if kv is None or shift is None:
         return None
-    start, end = send.rows or (0, kv.length)
+    start, end = rows or (0, kv.length)
     if end - start < kv.length:
-        axis = kv.token_axis
-        kv = KV(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, end, axis=axis), kv.arrays), start)
-    return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(kv))
+        cut = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=end, axis=kv.token_axis)
+        kv = KV(jax.tree.map(cut, kv.arrays), start)
+    arriving = jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(shift)), packed(kv))
+    return dataclasses.replace(arriving, own=False)
 
 
 def total(dkv: KV, arriving: KV | None) -> KV:
@@ -79,20 +81,6 @@ def total(dkv: KV, arriving: KV | None) -> KV:
         return x + y if x.shape == y.shape else x.at[rows].add(y)
 
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
-
-
-def after(x: Any, done: Any) -> Any:
-    """The arrays `x`, with an order: nothing that reads the result starts before all arrays in `done` are computed."""
-    return _tied(ordering.tie, x, done)
-
-
-def after_on_cpu(x: Any, done: Any) -> Any:
-    """The arrays `x`, on CPU ordered after the arrays in `done`, because sends block there; unchanged elsewhere."""
-    return _tied(ordering.tie_on_cpu, x, done)
-
-
-def _tied(tie: Callable[..., Any], x: Any, done: Any) -> Any:
-    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(done), x), x)
 
 
 def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ from ..placement import axes
 from ..placement.arrays import axes_with
 from ..placement.layout import Shards
 from ..ring.blocks import block_of
-from ..ring.engine import prepared, without_derivative
-from ..ring.forward import Result, sinks_of
+from ..ring.engine import ring_of, without_derivative
+from ..ring.forward import sinks_of
 from ..ring.sends import KV
 
 SHORTEST_CHUNK: Final = 1024
@@ -31,17 +31,17 @@ MOST_CHUNKS: Final = 128
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attend(kernel: BlockKernel, call: Call) -> Result:
-    """`(out, lse)` of this rank's queries against the keys of all ranks.
+def attend(kernel: BlockKernel, call: Call) -> Partial:
+    """Attention of this rank's queries to the keys of all ranks.
 
     If the call has a `query_offset`, queries are sharded like the cache: an all-gather gives all of them to every rank,
     and each rank gets its share of the merged result. Otherwise every rank already has all queries, which are few.
     """
     sharded = call.query_offset is not None
     everyone = _with_all_queries(call) if sharded else call
-    ring, location = prepared(kernel, everyone)
-    here, location = align((everyone, location), axes_of(everyone, location))
-    own = block_of(ring, dataclasses.replace(here, kv_positions=None), location, KV((here.key, here.value)), 0)
+    ring = ring_of(kernel, everyone)
+    ring, here = align((ring, everyone), axes_of(ring, everyone))
+    own = block_of(ring, dataclasses.replace(here, kv_positions=None), KV((here.key, here.value)), ring.rank)
     if here.kv_positions is not None:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:
@@ -50,7 +50,7 @@ def attend(kernel: BlockKernel, call: Call) -> Result:
     asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
-    return Result(partial.out.astype(call.query.dtype), partial.lse)
+    return Partial(partial.out.astype(call.query.dtype), partial.lse)
 
 
 def not_differentiable(call: Call) -> Call:

@@ -14,12 +14,12 @@ from ..errors import InputError
 from ..placement import axes
 from ..placement.layout import Shards
 from ..ring import engine
-from ..ring.plan import visits
+from ..ring.plan import rows_seen
 from ..tuning.choice import with_parameters
 from . import STRATEGIES, balance, ulysses
 
 
-def settled(registration: Registration, call: Call) -> str:
+def strategy_of(registration: Registration, call: Call) -> str:
     """The strategy that runs a rank's call: "ring", "all_gather" or "ulysses".
 
     Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
@@ -30,7 +30,7 @@ def settled(registration: Registration, call: Call) -> str:
 
 
 def strategy_on(registration: Registration | None, call: Call, ranks: int, inner: int) -> str:
-    """`settled` on a ring of `ranks`, with `inner` along its last mesh axis; `registration=None` allows every strategy.
+    """`strategy_of` on `ranks` ranks, `inner` of them along the last mesh axis; `registration=None` allows all.
 
     Only shapes and static options decide, so all ranks decide alike. On one rank every strategy becomes "ring".
     """
@@ -53,7 +53,7 @@ def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
     """
     if call.expand is not None or inner == 1 or call.key.shape[2] % inner:
         return False
-    rows = visits(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    rows = rows_seen(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
     return len(rows) == ranks and {*rows.values()} == {rows[0]}
 
 
@@ -75,21 +75,24 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 
 def run(registration: Registration, call: Call) -> Any:
-    """A rank's output, or a tuple of all `call.results`. `call.strategy` must be one that `settled` returns."""
-    moved = with_parameters(registration, that_runs(call))
+    """A rank's output, or a tuple of all `call.results`. `call.strategy` must be one that `strategy_of` returns."""
+    exchanged = with_parameters(registration, exchange(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
-    exchanged = call.strategy == "ulysses"
-    stripe = axes.size((call.axis_name or ())[-1:]) if exchanged else 1
-    result = engine.run(registration.implementation(), moved, gathers=call.strategy == "all_gather", stripe=stripe)
-    result = balance.unfolded(moved, result) if call.balance else result
-    result = ulysses.by_tokens(call, result) if exchanged else result
-    if call.return_max_logits:
-        result = result._replace(max_logits=_over_ranks(call, result.max_logits))
-    asked = tuple(getattr(result, name) for name in call.results)
+    by_heads = call.strategy == "ulysses"
+    stripe = axes.size((call.axis_name or ())[-1:]) if by_heads else 1
+    kernel = registration.implementation()
+    result = engine.run(kernel, exchanged, all_gather=call.strategy == "all_gather", stripe=stripe)
+    result = balance.unfolded(exchanged, result) if call.balance else result
+    result = ulysses.by_tokens(call, result) if by_heads else result
+    results = {"out": result.out, "lse": result.lse}
+    if result.max_logits is not None:
+        max_logits = result.max_logits.max((0, 2))
+        results["max_logits"] = _over_ranks(call, ulysses.of_all_heads(call, max_logits) if by_heads else max_logits)
+    asked = tuple(results[name] for name in call.results)
     return asked if len(asked) > 1 else result.out
 
 
-def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
+def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
     """The maximum of `max_logits` over the ranks of the ring and of the batch, without a gradient.
 
     A call need not name axes of size 1. But JAX may track that `max_logits` varies over them, and only a maximum over
@@ -102,7 +105,7 @@ def _over_ranks(call: Call, max_logits: Any) -> jax.Array:
     return jax.lax.pmax(own, over) if over else own
 
 
-def that_runs(call: Call) -> Call:
+def exchange(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
-    moved = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
-    return balance.folded(moved) if call.balance else moved
+    call = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
+    return balance.folded(call) if call.balance else call

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from ..contract import packing
 from ..contract.call import Call
+from ..contract.protocol import Partial
 from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
-from ..ring.forward import Result
 
 HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
@@ -52,11 +52,8 @@ def by_heads(call: Call) -> Call:
     return dataclasses.replace(call, axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
 
 
-def by_tokens(call: Call, result: Result) -> Result:
-    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
-
-    `max_logits` gets an entry for every head; it is -inf for heads that other ranks computed.
-    """
+def by_tokens(call: Call, result: Partial) -> Partial:
+    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged."""
     assert call.axis_name is not None
     inner = call.axis_name[-1]
     ranks = axes.size((inner,))
@@ -67,14 +64,16 @@ def by_tokens(call: Call, result: Result) -> Result:
         in_rank_order = to_neighbours(x, call.layout, ranks, tokens)
         return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
 
-    found = result._replace(out=back(result.out, arrays.Output))
-    if call.return_lse:
-        found = found._replace(lse=back(result.lse, arrays.LogSumExp))
-    if result.max_logits is not None:
-        all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
-        first = jax.lax.axis_index(inner) * len(result.max_logits)
-        found = found._replace(max_logits=jax.lax.dynamic_update_slice(all_heads, result.max_logits, (first,)))
-    return found
+    lse = back(result.lse, arrays.LogSumExp) if call.return_lse else result.lse
+    return dataclasses.replace(result, out=back(result.out, arrays.Output), lse=lse)
+
+
+def of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
+    """`max_logits` of this rank's heads, with an entry for every head of `call`: -inf for heads of other ranks."""
+    assert call.axis_name is not None
+    all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
+    first = jax.lax.axis_index(call.axis_name[-1]) * len(max_logits)
+    return jax.lax.dynamic_update_slice(all_heads, max_logits, (first,))
 
 
 def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:

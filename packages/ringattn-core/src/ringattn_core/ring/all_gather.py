@@ -14,25 +14,25 @@ import jax
 from ..contract.call import Call
 from ..placement import axes
 from ..placement.layout import of_neighbours, to_neighbours
-from .blocks import Location, Ring
+from .blocks import Ring
 from .sends import KV, packed
 
 
-def with_all_ids(ring: Ring, call: Call, location: Location) -> Call:
+def with_all_ids(ring: Ring, call: Call) -> Call:
     """The call with the ids and positions of the keys of all ranks, so that the hops send only keys and values."""
     if not ring.axis:
         return call
     arrays = {name: getattr(call, name) for name in ("kv_segment_ids", "kv_positions")}
-    whole = {name: x if x is None else _whole(ring, location, x, x.ndim - 1) for name, x in arrays.items()}
+    whole = {name: x if x is None else _whole(ring, x, x.ndim - 1) for name, x in arrays.items()}
     return dataclasses.replace(call, **whole)
 
 
-def forward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
+def forward(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
     """In the forward pass: makes a function that gathers the keys of all ranks and calls `body` once with all keys."""
-    return lambda kv, *carry: body(_all_keys(ring, location, kv), *carry)
+    return lambda kv, owner, partial: body(_all_keys(ring, kv), 0, partial)
 
 
-def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
+def backward(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
     """In the backward pass: makes a function that calls `body` with all ranks' keys and reduce-scatters `dk` and `dv`.
 
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
@@ -40,21 +40,21 @@ def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callab
 
     def scatter(axis: int, x: jax.Array) -> jax.Array:
         in_rank_order = to_neighbours(x, ring.key_shards.layout, ring.query_shards.count, axis)
-        return axes.scattered_sum(in_rank_order, ring.axis, ring.query_shards.count, location.rank, axis)
+        return axes.scattered_sum(in_rank_order, ring.axis, ring.query_shards.count, ring.rank, axis)
 
-    def once(kv: KV, offset: int, sums: Any) -> tuple[KV, Any]:
-        dkv, sums = body(_all_keys(ring, location, kv), offset, sums)
+    def once(kv: KV, owner: Any, sums: Any) -> tuple[KV, Any]:
+        dkv, sums = body(_all_keys(ring, kv), 0, sums)
         return jax.tree.map(functools.partial(scatter, dkv.token_axis), dkv), sums
 
     return once
 
 
-def _all_keys(ring: Ring, location: Location, kv: KV) -> KV:
+def _all_keys(ring: Ring, kv: KV) -> KV:
     kv = packed(kv)
-    return jax.tree.map(lambda x: _whole(ring, location, x, kv.token_axis), kv)
+    return jax.tree.map(lambda x: _whole(ring, x, kv.token_axis), kv)
 
 
-def _whole(ring: Ring, location: Location, x: jax.Array, axis: int) -> jax.Array:
+def _whole(ring: Ring, x: jax.Array, axis: int) -> jax.Array:
     """The shards of all ranks along `axis`: in the order of the ranks, or in natural order if the ring gathers."""
-    whole = axes.all_gathered(x, ring.axis, ring.query_shards.count, location.rank, axis)
-    return of_neighbours(whole, ring.key_shards.layout, ring.query_shards.count, axis) if ring.gathers else whole
+    whole = axes.all_gathered(x, ring.axis, ring.query_shards.count, ring.rank, axis)
+    return of_neighbours(whole, ring.key_shards.layout, ring.query_shards.count, axis) if ring.all_gather else whole
