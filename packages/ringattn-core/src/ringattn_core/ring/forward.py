@@ -36,7 +36,7 @@ def forward(ring: Ring, call: Call) -> Partial:
     kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
     def one_block(kv: KV, owner: Any, partial: Partial | None) -> Partial:
-        # Else XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
+        # Otherwise XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
         owner = ordering.tie_on_cpu(owner, partial and partial.lse)
         block = block_of(ring, call, kv, owner)
         return kernel(dataclasses.replace(block, final=not ring.levels and call.softmax_aux is None), partial)
@@ -59,8 +59,10 @@ def around(level: Level, body: Body) -> Body:
             kv, partial = carry
             # The send and the kernel of this hop start after the kernel of the hop before.
             kv = ordering.tie(kv, partial and partial.lse)
-            kv = kv if level.direct else packed(kv)
-            keys_out = ordering.tie(own, partial and partial.lse) if level.direct else kv
+            if level.direct:
+                keys_out = ordering.tie(own, partial and partial.lse)
+            else:  # the kernel reads what is sent: keys and values in one array
+                keys_out = kv = packed(kv)
             keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
             return keys_in, body(kv, level.owner(rank, hop.distance), partial)
 

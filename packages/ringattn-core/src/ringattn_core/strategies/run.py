@@ -86,14 +86,14 @@ def run(registration: Registration, call: Call) -> Any:
     result = ulysses.by_tokens(call, result) if by_heads else result
     results = {"out": result.out, "lse": result.lse}
     if result.max_logits is not None:
-        max_logits = result.max_logits.max((0, 2))
+        max_logits = jax.lax.stop_gradient(result.max_logits).max((0, 2))
         results["max_logits"] = _over_ranks(call, ulysses.of_all_heads(call, max_logits) if by_heads else max_logits)
     asked = tuple(results[name] for name in call.results)
     return asked if len(asked) > 1 else result.out
 
 
 def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
-    """The maximum of `max_logits` over the ranks of the ring and of the batch, without a gradient.
+    """The maximum of `max_logits` over the ranks of the ring and of the batch.
 
     A call need not name axes of size 1. But JAX may track that `max_logits` varies over them, and only a maximum over
     them tells it otherwise.
@@ -101,7 +101,7 @@ def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
     named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
     alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}
     over = (*named, *sorted(alone - {*named}))
-    own = align(jax.lax.stop_gradient(max_logits), axes.tracked() & {*over})
+    own = align(max_logits, axes.tracked() & {*over})
     return jax.lax.pmax(own, over) if over else own
 
 
