@@ -14,7 +14,7 @@ from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import Shards
 from ringattn_core.ring.plan import rows_seen
-from ringattn_core.strategies.run import strategy_on
+from ringattn_core.strategies.run import strategy_of
 from rings import agrees, drawn, mesh_of
 
 B, T, N, K, H = 2, 48, 4, 2, 8
@@ -93,7 +93,7 @@ def test_only_rows_within_the_distance_travel(
 def test_auto_takes_the_ring_where_the_distance_leaves_out_keys() -> None:
     for options, strategy in (({}, "ulysses"), ({"max_distance": FARTHEST}, "ring")):
         call = validated(QUERY, QUERY, QUERY, q_segment_ids=IDS, strategy="auto", ranks=1, **options)
-        assert strategy_on(None, call, 4, 4) == strategy
+        assert strategy_of(None, call, (4, 4)) == strategy
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

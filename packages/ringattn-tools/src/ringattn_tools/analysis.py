@@ -126,7 +126,7 @@ def analyse(
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
         own_ring=chosen is not None and chosen.descriptor().kernel is None,
-        strategy=run.strategy_on(chosen, local, call.ring, call.inner),
+        strategy=run.strategy_of(chosen, local, (call.ring, call.inner)),
         not_possible=run.refusals(chosen, local, call.ring, call.inner),
         lengths=lengths,
         tile=size,

@@ -19,21 +19,16 @@ from ..tuning.choice import with_parameters
 from . import STRATEGIES, balance, ulysses
 
 
-def strategy_of(registration: Registration, call: Call) -> str:
-    """The strategy that runs a rank's call: "ring", "all_gather" or "ulysses".
+def strategy_of(registration: Registration | None, call: Call, sizes: tuple[int, int] | None = None) -> str:
+    """The strategy that runs a rank's call: "ring", "all_gather" or "ulysses". `registration=None` allows all of them.
+
+    `sizes` are the numbers of ranks of the ring and of its last mesh axis, by default those of the surrounding mesh.
+    Only shapes and static options decide, so all ranks decide alike. On one rank every strategy becomes "ring".
 
     Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
     """
     axis = call.axis_name or ()
-    ranks, inner = (axes.size(names) for names in (axis, axis[-1:]))
-    return strategy_on(registration, call, ranks, inner)
-
-
-def strategy_on(registration: Registration | None, call: Call, ranks: int, inner: int) -> str:
-    """`strategy_of` on `ranks` ranks, `inner` of them along the last mesh axis; `registration=None` allows all.
-
-    Only shapes and static options decide, so all ranks decide alike. On one rank every strategy becomes "ring".
-    """
+    ranks, inner = sizes or (axes.size(axis), axes.size(axis[-1:]))
     if ranks == 1 or call.strategy == "ring":
         return "ring"
     why_not = refusals(registration, call, ranks, inner)
