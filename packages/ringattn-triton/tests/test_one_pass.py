@@ -96,8 +96,12 @@ def test_full_attention_may_be_ragged_on_either_side(q_length: int, kv_length: i
 
 
 @pytest.mark.parametrize("places", [1, 3])
-def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = make_block(1, 128, 400, dim=64, dtype=HALF)
+@pytest.mark.parametrize("upwards", [0, 1])
+def test_however_many_programs_take_turns_the_bits_are_the_same(
+    upwards: int, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(1, 400, 400, heads=3, kv_heads=3, dim=64, dtype=HALF, causal=True)
+    monkeypatch.setattr(one_pass, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
     monkeypatch.setattr(one_pass, "PROGRAMS", places)
     got = computed(block)

@@ -93,7 +93,7 @@ def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int
     for found in (of_few, of_many, Tiles(*(x[:, :1] for x in rows))):
         ranks = of_bitmap(found, False, True, False, False, ranked=True).ranks
         seen = np.asarray(found.some, int)
-        np.testing.assert_array_equal(ranks, np.cumsum(seen, 1) - seen)
+        np.testing.assert_array_equal(ranks, np.concatenate([np.cumsum(seen, 1) - seen, seen.sum(1, keepdims=True)], 1))
 
 
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:

@@ -60,13 +60,13 @@ class Table(NamedTuple):
     - a list only: `masked, all, 0, 0`. Of `all` listed tiles, the first `masked` need a mask.
 
     `tiles` has the list of each row, or is `None`; entries past the counts are undefined. `ranks` says, for each row
-    and column, how many earlier rows see the column; it is `None` unless asked for. `counters` are zeros, for kernels
-    that count.
+    and column, how many earlier rows see the column, and in one more line how many rows see it in all; it is `None`
+    unless asked for. `counters` are zeros, for kernels that count.
     """
 
     bounds: Int32[Array, "g rows 4"]
     tiles: Int32[Array, "g rows columns"] | None
-    ranks: Int32[Array, "g rows columns"] | None
+    ranks: Int32[Array, "g rows+1 columns"] | None
     counters: Int32[Array, " count"]
     shape: TableShape
 
@@ -114,7 +114,7 @@ def of_bitmap(
         [
             jax.ShapeDtypeStruct((groups, rows, 4), jnp.int32),
             jax.ShapeDtypeStruct(coded.shape if listed else (1,), jnp.int32),
-            jax.ShapeDtypeStruct(coded.shape if ranked else (1,), jnp.int32),
+            jax.ShapeDtypeStruct((groups, rows + 1, columns) if ranked else (1,), jnp.int32),
             jax.ShapeDtypeStruct((counters,), jnp.int32),
         ],
         grid=(line_programs + rank_programs,),

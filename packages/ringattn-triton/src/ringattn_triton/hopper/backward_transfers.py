@@ -31,7 +31,7 @@ from .backward_memory import (
     next_turn,
     result_place,
 )
-from .backward_turns import after_step, steps_of, take_turn, tile_at
+from .backward_turns import after_step, rank_of, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
 from .hardware_barriers import hardware_barrier, write_number
 from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
@@ -102,7 +102,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     turn = take_turn(turns, T, PLAN)
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        steps = steps_of(row, batch, turns, T, PLAN)
+        steps = steps_of(turn, row, batch, turns, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
         step = 0
@@ -191,9 +191,9 @@ def add_dq(
     counter when its addition has reached memory. This takes about as long as a step: one writer alone would hold the
     consumers up. The counter must be raised with release semantics: without it, bits differed in 5 of 20 runs.
 
-    No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
-    the other. So a turn waits only for turns that a running program has begun, and of the turns that are not done, the
-    one with the lowest number waits for none. This holds however many programs run at the same time.
+    No turn waits for ever. Ranks follow the order in which running programs take the turns of a head, one after the
+    other. So a turn waits only for turns that a running program has begun, and of the turns that are not done, the one
+    that was taken first waits for none. This holds however many programs run at the same time.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype
@@ -206,10 +206,8 @@ def add_dq(
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
-        steps = steps_of(row, batch, turns, T, PLAN)
+        steps = steps_of(turn, row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
-        group = batch if T.grouped else 0
-        ranks = turns.ranks + (group * T.rows + row) * Q_TILES
         step = 0
         member = 0
         start = (done + NUMBER) % 2
@@ -226,7 +224,7 @@ def add_dq(
             rank = 0
             reached = 0
             if PLAN.ordered:
-                rank = gl.load(ranks + tile)
+                rank = rank_of(tile, turn, row, batch, turns, T, PLAN)
                 reached = gl.load(counters + tile, volatile=True)
             if PLAN.wide:
                 _add_wide_pieces(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, F, PLAN)

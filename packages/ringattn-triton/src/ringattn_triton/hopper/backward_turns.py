@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """Which query tiles a turn of the one-pass backward visits, in which order. A turn owns a tile of keys."""
 
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from ..kernels.tile_loop import full_tile, masked_tile, visit
 class Turns(NamedTuple):
     """The turns of a launch, and the counters by which programs take turns and add to dq in order.
 
-    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` when a turn may add to
-    a tile of dq, and `count` how many turns there are. `first_tile` points to the number of the first key tile, in a
-    launch for a strip. The first of the `counters` is the number of turns that were taken. After it, each tile of dq
-    has the number of turns that have added to it.
+    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` how many turns of
+    earlier keys visit a tile and, in its last line, how many turns in all, and `count` how many turns there are.
+    `first_tile` points to the number of the first key tile, in a launch for a strip. The first of the `counters` is the
+    number of turns that were taken. After it, each tile of dq has the number of turns that have added to it.
     """
 
     bounds: Any
@@ -31,12 +31,15 @@ class Steps(NamedTuple):
     """The query tiles that a turn visits for each head of a group.
 
     The first `before` tiles need a mask, the next `whole` tiles need none, and the last `after` tiles need one again.
+    The tile at step `i` is number `|i - start|` among them, counted from the first query: `start` is 0 if the turn
+    visits them upwards, and the number of the last tile if it visits them downwards.
     """
 
     visited: Any
     before: Any
     whole: Any
     after: Any
+    start: Any
 
 
 @gluon.jit
@@ -53,26 +56,47 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
         rest = turn % together
         heads_from = turn // together * T.together
         turn = gl.where(heads_from * T.rows < turns.count, heads_from * T.rows + first * T.together + rest, turns.count)
+    elif PLAN.upwards:
+        SIZE: gl.constexpr = T.rows * T.together
+        turn = gl.where(goes_upwards(turn, turns, T, PLAN), (turn // SIZE * 2 + 1) * SIZE - 1 - turn, turn)
     return turn
 
 
 @gluon.jit
-def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """The `Steps` of a turn: query tiles from the first to the last, or from the last to the first if `PLAN.ordered`.
+def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
+    """Whether a turn visits its query tiles from the first to the last: in an ordered launch, if `PLAN.upwards`.
 
-    The first turns own the first keys, which most queries see under a causal mask. Turns of one head that run at the
-    same time then reach each shared tile one after another, in the order in which they may add to it. These turns stay
+    The heads that run last, side by side, go downwards: their last turns are then short, and all programs end together.
+    """
+    if PLAN.upwards:
+        return turn < turns.count - T.rows * T.together
+    else:
+        return False
+
+
+@gluon.jit
+def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
+    """The `Steps` of a turn. If `PLAN.ordered`, turns go downwards, from the last query tile to the first, or upwards.
+
+    Downwards, the first turns own the first keys, which most queries see under a causal mask. Turns of one head that
+    run at the same time reach each shared tile one after another, in the order in which they may add to it. They stay
     within a step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be
-    5.5 TB/s for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does
-    not serve them, and the kernel takes 1.6 times as long.
+    5.5 TB/s for all programs. But turns of one head that begin together wait for each other at their first tile.
+
+    Upwards, the first turns own the last keys. Under a causal mask each begins at its own diagonal, and reaches every
+    tile after the turns that own later keys, so that none waits. They are as far apart as their keys. That is faster
+    where the cache holds all queries of the heads that run at once; elsewhere the kernel takes up to 1.6 times as long.
     """
     visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from
-    after = visited.masked - visited.before
+    before = visited.before
+    after = visited.masked - before
+    start = 0
     if PLAN.ordered:
-        return Steps(visited, after, whole, visited.before)
-    else:
-        return Steps(visited, visited.before, whole, after)
+        up = goes_upwards(turn, turns, T, PLAN)
+        start = gl.where(up, 0, gl.maximum(whole + visited.masked - 1, 0))
+        before, after = gl.where(up, before, after), gl.where(up, after, before)
+    return Steps(visited, before, whole, after, start)
 
 
 @gluon.constexpr_function
@@ -105,14 +129,24 @@ def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile that a turn visits at `step`; after the last step, an arbitrary number."""
-    number = step
-    before = steps.before
-    if PLAN.ordered:
-        number = gl.maximum(steps.before + steps.whole + steps.after - 1 - step, 0)
-        before = steps.after
-    inside = number - before
-    if (inside >= 0) & (inside < steps.whole):
-        tile = full_tile(steps.visited, steps.visited.full_from + inside, T)
+    visited = steps.visited
+    number = gl.abs(step - steps.start) if PLAN.ordered else step
+    inside = number - visited.before
+    whole = visited.full_to - visited.full_from
+    if (inside >= 0) & (inside < whole):
+        tile = full_tile(visited, visited.full_from + inside, T)
     else:
-        tile = masked_tile(steps.visited, gl.where(inside < 0, number, number - steps.whole), T)
+        tile = masked_tile(visited, gl.where(inside < 0, number, number - whole), T)
     return tile
+
+
+@gluon.jit
+def rank_of(tile, turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
+    """How many turns add to query tile `tile` before this turn does."""
+    ranks = turns.ranks + tile
+    if T.grouped:
+        ranks += batch * (T.rows + 1) * T.columns
+    rank = gl.load(ranks + row * T.columns)
+    if goes_upwards(turn, turns, T, PLAN):
+        rank = gl.load(ranks + T.rows * T.columns) - 1 - rank
+    return rank

@@ -37,18 +37,24 @@ def _ranks(
     program, SEEN, RANKS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes `RANKS` for `RANK_COLUMNS` columns of a group: for each entry, how many earlier rows see the column."""
+    """Writes `RANKS [g, rows + 1, columns]` for `RANK_COLUMNS` columns of a group.
+
+    Each entry is the number of earlier rows that see the column; in the last line, of all rows.
+    """
     each: tl.constexpr = (COLUMNS + RANK_COLUMNS - 1) // RANK_COLUMNS
     column = program % each * RANK_COLUMNS + tl.arange(0, RANK_COLUMNS)
-    first = (program // each).to(tl.int64) * ROWS
+    group = (program // each).to(tl.int64)
+    first = group * ROWS
     before = tl.zeros([RANK_COLUMNS], tl.int32)
     for start in range(0, ROWS, RANK_ROWS):
         row = start + tl.arange(0, RANK_ROWS)
         at = (first + row)[:, None] * COLUMNS + column[None, :]
         inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
         here = (tl.load(SEEN + at, mask=inside, other=0) > 0).to(tl.int32)
-        tl.store(RANKS + at, before[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        # Earlier groups have a line of totals each.
+        tl.store(RANKS + group * COLUMNS + at, before[None, :] + tl.cumsum(here, 0) - here, mask=inside)
         before += tl.sum(here, 0)
+    tl.store(RANKS + (first + group + ROWS) * COLUMNS + column, before, mask=column < COLUMNS)
 
 
 @triton.jit
