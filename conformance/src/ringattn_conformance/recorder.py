@@ -58,7 +58,7 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Remembers each worker of pytest-xdist: only workers collect tests, and every worker collects the same."""
+        """Keeps the workers of pytest-xdist for `pytest_sessionfinish`: only they collect tests, and all the same."""
         self.workers.append(node)
 
     @pytest.hookimpl(wrapper=True)

@@ -93,10 +93,11 @@ def _wanted(answer: Answer) -> dict[str, Any]:
 
 
 def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
-    """A line for each result that a kernel rounded to half precision: its values all fit, most exact values do not.
+    """A line of the failure message for each result that a kernel has rounded to half precision.
 
-    The gradient of a bias that is not broadcast is not judged: each of its entries is the derivative of one score,
-    which kernels hold in the dtype of the inputs.
+    That is so if half precision represents all its values, but fewer than half of the oracle's. The gradient of a bias
+    that is not broadcast is not judged: each of its entries is the derivative of one score, which kernels hold in the
+    dtype of the inputs.
     """
     wanted = _wanted(answer)
     faults = []

@@ -118,9 +118,10 @@ def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray
 @pytest.mark.parametrize("poison", ["nan", "inf"])
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str, operand: str, poison: str):
-    """Queries that hold or see the value have non-finite out, lse and dq; keys that such a query sees, non-finite dk.
+    """A query that holds or sees the value has non-finite out, lse and dq; a key that it sees has a non-finite dk.
 
-    Exempt are dv, and the lse if the value is in `v`. Other elements may be non-finite too; all finite ones are right.
+    A query that sees no key is not such a query. dv need not be non-finite, nor lse if the value is in `v`. Other
+    elements may be non-finite too, but all finite ones are right.
     """
     case = declared(ringattn_backend, POISONED)
     layout = "zigzag" if operand == "k" and supports(ringattn_backend, Feature.ZIGZAG) else "contiguous"

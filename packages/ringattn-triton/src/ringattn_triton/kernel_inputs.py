@@ -34,11 +34,11 @@ INPUTS: Final = (
 class BlockConstants:
     """The compile-time constants of a kernel for one block.
 
-    `x_batch`, `x_token`, `x_head`, `x_query` and `x_key` are strides of array `x`, in elements. The product `q k` of a
-    query and a key becomes a score by the factor `unbend`, or with a soft cap as `unbend * tanh(bend * q k)`; then a
-    bias is added and the ALiBi penalty subtracted. `plain`: there is neither bias nor ALiBi, and `unbend` is positive.
-    Kernels then leave `unbend` out of scores, because the largest product has the largest score. `fold` converts the
-    results of `scores.scored` to units of log2. `below`, `above`: a query sees no key below, or above, some position.
+    `x_batch`, `x_token`, `x_head`, `x_query` and `x_key` are strides of array `x`, in elements. Without a soft cap a
+    score is `unbend * (q k)`; with one it is `unbend * tanh(bend * (q k))`. Then a bias is added and the ALiBi penalty
+    subtracted. `plain`: there is neither bias nor ALiBi, and `unbend` is positive. Kernels then leave `unbend` out of
+    scores, because the largest product has the largest score. `fold` converts the results of `scores.scored` to units
+    of log2. `below`, `above`: a query sees no key below, or above, some position.
     `fast`: kernels may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do
     offsets into an array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
     """

@@ -60,8 +60,8 @@ class Table(NamedTuple):
     - a list only: `masked, all, 0, 0`. Of `all` listed tiles, the first `masked` need a mask.
 
     `tiles` has the list of each row, or is `None`; entries past the counts are undefined. `ranks` says, for each row
-    and column, how many earlier rows see the column, and in one more line how many rows see it in all; it is `None`
-    unless asked for. `counters` are zeros, for kernels that count.
+    and column, how many earlier rows see the column. Its last row says how many rows see it in all. It is `None` unless
+    asked for. `counters` are zeros, for kernels that count.
     """
 
     bounds: Int32[Array, "g rows 4"]

@@ -17,19 +17,19 @@ from .varying import align, axes_of
 
 
 def tie(x: Any, done: Any) -> Any:
-    """The arrays `x`, with an order: nothing that reads the result starts before all arrays in `done` are computed."""
-    return _in_turn(_ordered, x, done)
+    """Returns the pytree `x`; nothing that reads the result starts before all arrays in `done` are computed."""
+    return _after_all(_ordered, x, done)
 
 
 def tie_on_cpu(x: Any, done: Any) -> Any:
-    """The arrays `x`, on CPU ordered after `done`, elsewhere unchanged: sends block on CPU, and overlap takes memory.
+    """`tie` on CPU, where sends block, so that overlap would only take memory; elsewhere returns `x` unchanged.
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `done` either.
     """
-    return _in_turn(_ordered_on_cpu, x, done)
+    return _after_all(_ordered_on_cpu, x, done)
 
 
-def _in_turn(ordered: Callable[[jax.Array, jax.Array], jax.Array], x: Any, done: Any) -> Any:
+def _after_all(ordered: Callable[[jax.Array, jax.Array], jax.Array], x: Any, done: Any) -> Any:
     return jax.tree.map(lambda x: functools.reduce(ordered, jax.tree.leaves(done), x), x)
 
 

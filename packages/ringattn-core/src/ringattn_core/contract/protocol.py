@@ -27,8 +27,8 @@ class Block:
 
     Args:
         q: The queries.
-        kv: Keys and values: one packed array, or a pair `(k, v)` if a rank does not pass its own keys on. The
-            properties `k` and `v` read both forms.
+        kv: Keys and values: one packed array, or a pair `(k, v)` with `expand`, or if a rank does not pass its own keys
+            on. The properties `k` and `v` read both forms.
         q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
             caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
@@ -168,8 +168,8 @@ BIAS_FORBIDS: Final = -1e5
 class Partial:
     """Attention over some of the keys: `out`, normalised over them, and `lse`, their log-sum-exp (natural logarithm).
 
-    A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32; for a block with `final`
-    it may have the dtype of the queries, and the result of a ring has it.
+    A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32. It may have the dtype of the
+    queries for a block with `final`, and always has it in the result of a ring.
 
     `max_logits` is the largest score of each query, after the soft cap, bias and ALiBi; -inf for a query that has seen
     no key. It is `None` unless `rule.return_max_logits` asks for it.

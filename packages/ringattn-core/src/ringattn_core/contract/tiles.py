@@ -55,9 +55,9 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
 
 
 def by_position(rule: Rule, q: Any, kv: Any) -> list[tuple[Any, Any]]:
-    """The parts of `Tiles`, all to be ANDed, that causality, window and chunk decide.
+    """Pairs `(some, full)` as in `Tiles`, one for each bound of causality, window and chunk; `tiles` ANDs them.
 
-    `q [g, nq]` and `kv [g, nk]` are pairs: the least and the greatest position of each tile.
+    `q` and `kv` are pairs of arrays, `[g, nq]` and `[g, nk]`: the least and the greatest position of each tile.
     """
     (low, high_of_all), (low_of_all, high) = (bounds(rule, x[..., None]) for x in q)
     first, last = (x[..., None, :] for x in kv)

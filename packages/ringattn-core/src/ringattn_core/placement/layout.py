@@ -118,7 +118,10 @@ class Shards:
         return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, chunk * size, size, -1) for chunk in chunks], -1)
 
     def put_columns(self, whole: jax.Array, part: jax.Array, rank: Any, start: int = 0) -> jax.Array:
-        """`whole` with `columns(whole, rank)` replaced by `part`, from entry `start` on, and by 0 in other entries."""
+        """Overwrites the columns of `rank` in `whole`: `part` from the shard's entry `start` on, and 0 in its others.
+
+        The zeros overwrite nothing in a ring: no other hop computes with the keys of this rank.
+        """
         length = whole.shape[-1] // self.count
         if length > part.shape[-1]:
             others = (start, length - start - part.shape[-1])

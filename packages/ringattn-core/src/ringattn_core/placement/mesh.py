@@ -59,10 +59,10 @@ def ring_mesh(
 
 
 def of_context(mesh: Any, x: Any) -> Any:
-    """The mesh in the form in which `shard_map` takes it for the array `x`.
+    """The mesh in the form in which `shard_map` takes it for the array `x`; most meshes are returned unchanged.
 
-    Inside a `shard_map`, it is the mesh of the context. An abstract mesh without `jax.jit` becomes the mesh with
-    devices that `jax.set_mesh` set.
+    Inside a `shard_map`, it is the mesh of the context. If `mesh` is abstract and no function is being traced, it is
+    the mesh with devices that `jax.set_mesh` set; raises if none is set.
     """
     if axes.manual():
         return jax.sharding.get_abstract_mesh()

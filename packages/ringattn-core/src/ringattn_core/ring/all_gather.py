@@ -28,12 +28,12 @@ def with_all_ids(ring: Ring, call: Call) -> Call:
 
 
 def forward(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
-    """In the forward pass: makes a function that gathers the keys of all ranks and calls `body` once with all keys."""
+    """The body of the forward pass that gathers the keys of all ranks and calls `body` once with all of them."""
     return lambda kv, owner, partial: body(_all_keys(ring, kv), 0, partial)
 
 
 def backward(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
-    """In the backward pass: makes a function that calls `body` with all ranks' keys and reduce-scatters `dk` and `dv`.
+    """The body of the backward pass that calls `body` with all ranks' keys and reduce-scatters `dk` and `dv`.
 
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
     """
@@ -55,6 +55,6 @@ def _all_keys(ring: Ring, kv: KV) -> KV:
 
 
 def _whole(ring: Ring, x: jax.Array, axis: int) -> jax.Array:
-    """The shards of all ranks along `axis`: in the order of the ranks, or in natural order if the ring gathers."""
+    """All ranks' shards along `axis`: in natural order if `ring.all_gather`, else in the order of the ranks."""
     whole = axes.all_gathered(x, ring.axis, ring.query_shards.count, ring.rank, axis)
     return of_neighbours(whole, ring.key_shards.layout, ring.query_shards.count, axis) if ring.all_gather else whole

@@ -37,16 +37,22 @@ gradients of this hop added. It is a kernel, or the loop over an inner mesh axis
 
 
 def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax.Array, bias_fixed: bool) -> Call:
-    """The cotangents of the arrays of `call`, from the forward pass's `result` and its cotangents."""
-    raw, (dout, delta) = dout, _dout_and_delta(call, result, dout, dlse)
+    """The cotangents of the arrays of `call`, as a `Call`, from the forward pass's `result` and its cotangents.
+
+    `bias_fixed`: the bias is not differentiated.
+    """
+    raw = dout
+    dout, delta = _dout_and_delta(call, result, dout, dlse)
     kernel, own = batching.backward(ring.kernel), KV(call.travelling)
     travel = bool(ring.levels) or ring.all_gather
+    # Gradients of these arrays are summed over ranks in float32 outside, so the kernel must not round them.
     summed_over_ranks = {*call.wide} - ({"bias"} if bias_fixed else set())
     block_fields = {"bias_fixed": bias_fixed, "final": not travel and not summed_over_ranks}
     block_fields |= {"out": result.out} if wants_static_masks(ring.kernel) else {}
 
     def one_block(kv: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
-        block = block_of(ring, call, kv, ordering.tie_on_cpu(owner, kv) if ring.levels else owner)
+        owner = ordering.tie_on_cpu(owner, kv) if ring.levels else owner  # as in the forward pass
+        block = block_of(ring, call, kv, owner)
         new = kernel(dataclasses.replace(block, **block_fields), dout, result.lse, delta, sums.dq)
         # Gradients take the form of the keys: a pair, or packed in one array.
         dkv = (new.dk, new.dv) if isinstance(kv.arrays, tuple) else packing.pack(new.dk, new.dv)
@@ -64,7 +70,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
         body = around(level, body)
     if ring.all_gather:
         body = all_gather.backward(ring, body)
-    # The first send waits for the raw `dout`, and so for the forward pass; arrays derived from `dout` are ready later.
+    # The raw `dout` makes the first send wait for the forward pass. Arrays derived from `dout` are ready later.
     dkv, sums = body(ordering.tie(own, raw) if travel else own, ring.rank, Sums())
     gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(call, result.lse, delta)}
     gradients |= {"bias": sums.dbias, "alibi_slopes": sums.dslopes}
@@ -76,36 +82,37 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own last.
+    """The loop over a `Level`: calls `body` with the keys of each hop, last with those that it gets itself.
 
-    Each hop sends the gradients of keys and values that the hop before computed; the kernel with this rank's own keys
-    hides the last of these sends. If keys are passed on from rank to rank, their gradients follow them, and each rank
-    adds its contribution (`total`). If keys came straight from their owner, their gradients go straight back to it.
+    The outermost loop gets this rank's own keys, a loop inside another the keys of the outer hop. Each hop sends the
+    gradients of keys and values that the hop before computed; the last kernel hides the last of these sends. If ranks
+    pass keys on, the gradients follow the keys, and each rank adds its contribution (`total`). If keys come straight
+    from their owner, their gradients go straight back to it.
     """
 
-    def loop(own: KV, rank: Any, sums: Sums) -> tuple[KV, Sums]:
+    def loop(own: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
         def one_hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], hop: Hop) -> Any:
             kv, gradients_out, arrived, sums = carry
-            # Order: the kernel of the hop before; both sends begin; the kernel of this hop, which hides them; the keys
-            # arrive; the gradients arrive.
+            # In this order: the kernel of the hop before ends, both sends begin, this hop's kernel runs and hides them,
+            # the keys arrive, the gradients arrive.
             kv = ordering.tie(kv, sums.dq)
             keys_out = ordering.tie(own, sums.dq) if level.direct else kv
             gradients_out = ordering.tie(gradients_out, kv)
             keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
             gradients_in = sent(level, gradients_out, hop.gradient_shift)
-            if keys_in is None:  # no send of keys makes this kernel wait until the gradients are there to be sent
+            if keys_in is None:  # without a send of keys, only this tie makes the kernel wait for gradients to send
                 kv = ordering.tie(kv, gradients_out)
             sums = sums._replace(dq=ordering.tie_on_cpu(sums.dq, (keys_in, gradients_in)))
             kv = kv if level.direct else packed(kv)
-            dkv, sums = body(kv, level.owner(rank, hop.distance), sums)
+            dkv, sums = body(kv, level.owner(owner, hop.distance), sums)
             gradients_in = ordering.tie(gradients_in, keys_in)
             if level.direct and gradients_in is not None:
                 return keys_in, dkv, (*arrived, gradients_in), sums
             return keys_in, total(dkv, gradients_in), arrived, sums
 
-        start, (*others, last) = level.forward_hops[0], level.backward_hops
-        first = sent(level, ordering.tie(own, sums.dq), start.key_shift, start.rows)
-        _, gradients_out, arrived, sums = level.each(one_hop, (first, None, (), sums), others)
+        own_hop, (*others, last) = level.forward_hops[0], level.backward_hops
+        first_keys = sent(level, ordering.tie(own, sums.dq), own_hop.key_shift, own_hop.rows)
+        _, gradients_out, arrived, sums = level.run_hops(one_hop, (first_keys, None, (), sums), others)
         _, dkv, arrived, sums = one_hop((own, gradients_out, arrived, sums), last)
         return functools.reduce(total, arrived, dkv), sums
 
@@ -113,7 +120,7 @@ def around(level: Level, body: Body) -> Body:
 
 
 def expanding(expand: Expansion, params: Any, body: Body) -> Body:
-    """Calls `body` with the keys and values that `expand` computes from the arrays that are here.
+    """Calls `body` with the keys and values that `expand` computes from the latents of each hop.
 
     Returns the gradients of these arrays in place of `dk` and `dv`, and adds those of the parameters to `sums`. The
     gradient of an array of integers is `None`.
@@ -143,7 +150,7 @@ def _dout_and_delta(call: Call, result: Partial, dout: jax.Array, dlse: jax.Arra
 
 
 def _cotangents(call: Call, gradients: dict[str, jax.Array | None]) -> Call:
-    """The call with each array replaced by its gradient, in its dtype, or by `None` if it has none."""
+    """The call with each array replaced by its gradient, or `None`. Arrays in `call.wide` get theirs in float32."""
 
     def of(name: str) -> Any:
         x, gradient = getattr(call, name), gradients.get(name)

@@ -84,6 +84,6 @@ def block_of(ring: Ring, call: Call, kv: KV, owner: Any) -> Block:
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:
-    """The entries of `x` for the rows that `kv` holds; the last axis of `x` has a whole shard, or just these rows."""
+    """The entries of `x` for the rows that `kv` holds; the last axis of `x` has a whole shard, or only these rows."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)

@@ -26,13 +26,13 @@ from .plan import levels
 def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Partial:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
-    With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. `stripe` is the
-    number of consecutive tokens in a run of a shard of the striped layout.
+    With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. In the striped
+    layout, ranks take turns at runs of `stripe` consecutive tokens.
     """
     ring = ring_of(kernel, call, None, all_gather, stripe)
-    if call.expand is not None:
+    if call.expand is not None:  # key and value served for their shapes only
         call = dataclasses.replace(call, key=None, value=None)
-    # Replicated inputs are aligned, so that JAX sums their gradients.
+    # Replicated inputs are marked as varying over the ring's mesh axes, so that JAX sums their gradients.
     return _attend(*align((ring, call), axes_of(ring, call)))
 
 

@@ -36,9 +36,10 @@ def forward(ring: Ring, call: Call) -> Partial:
     kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
     def one_block(kv: KV, owner: Any, partial: Partial | None) -> Partial:
-        # Otherwise XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
+        # Without this, XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
         owner = ordering.tie_on_cpu(owner, partial and partial.lse)
         block = block_of(ring, call, kv, owner)
+        # With an all-gather too: one block has all keys, so nothing continues its output.
         return kernel(dataclasses.replace(block, final=not ring.levels and call.softmax_aux is None), partial)
 
     body: Body = one_block if call.expand is None else expanding(call.expand, call.expand_params, one_block)
@@ -52,27 +53,31 @@ def forward(ring: Ring, call: Call) -> Partial:
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of each hop, this rank's own first."""
+    """The loop over a `Level`: calls `body` with the keys of each hop, first with those that it gets itself.
 
-    def loop(own: KV, rank: Any, partial: Partial | None) -> Partial:
+    The outermost loop gets this rank's own keys. A loop inside another gets the keys of the outer hop and their owner.
+    """
+
+    def loop(first: KV, owner: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
             # The send and the kernel of this hop start after the kernel of the hop before.
             kv = ordering.tie(kv, partial and partial.lse)
             if level.direct:
-                keys_out = ordering.tie(own, partial and partial.lse)
-            else:  # the kernel reads what is sent: keys and values in one array
-                keys_out = kv = packed(kv)
+                keys_out = ordering.tie(first, partial and partial.lse)
+            else:  # the kernel reads the array that is sent
+                kv = packed(kv)
+                keys_out = kv
             keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
-            return keys_in, body(kv, level.owner(rank, hop.distance), partial)
+            return keys_in, body(kv, level.owner(owner, hop.distance), partial)
 
-        return level.each(one_hop, (own, partial), level.forward_hops)[1]
+        return level.run_hops(one_hop, (first, partial), level.forward_hops)[1]
 
     return loop
 
 
 def expanding(expand: Expansion, params: Any, body: Body) -> Body:
-    """Calls `body` with the keys and values that `expand` computes from the arrays that are here."""
+    """Calls `body` with the keys and values that `expand` computes from the latents of each hop."""
 
     def on_arrival(latents: KV, owner: Any, partial: Partial | None) -> Partial:
         return body(dataclasses.replace(latents, arrays=expand(latents.arrays, params)), owner, partial)

@@ -18,8 +18,9 @@ from ..masks import Coordinates, any_of
 from ..placement.layout import Shards, pieces
 
 UNROLLED: Final = 8
-"""Up to this many hops (the hop with a rank's own keys not counted) are unrolled, which XLA overlaps best. More hops
-run in a `scan`, which keeps programs small, unless their sends differ because masks leave out hops in the middle."""
+"""A level is unrolled if its hops after the first are at most this many, each counted with all hops of the levels
+inside it. XLA overlaps unrolled hops best. Other levels run in a `scan`, which keeps programs small, unless their sends
+differ because masks leave out hops in the middle."""
 MOST_TILES: Final = 64
 """Only whole tiles of a shard's rows are sent; the plan cuts a shard into at most this many tiles."""
 
@@ -28,7 +29,7 @@ class Hop(NamedTuple):
     """One hop: whose keys a rank computes with, and what it sends meanwhile, counted in ranks of a `Level`.
 
     The keys belong to the rank `distance` ranks back. Meanwhile every rank sends the keys of the next hop `key_shift`
-    ranks onward, all or only `rows` of them (the first, and one more than the last), and the gradients of the hop
+    ranks onward: the rows `[start, end)` if `rows` is a pair, else the whole shard. It sends the gradients of the hop
     before `gradient_shift` ranks onward. A shift of `None` sends nothing.
     """
 
@@ -40,7 +41,7 @@ class Hop(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """One loop of the ring, over one or more mesh axes; a ring over several axes can be a loop inside a loop.
+    """One loop of the ring, over one or more mesh axes. A ring over several axes can have a loop inside a loop.
 
     At hop `t`, rank `r` has the keys of rank `r - distances[t]`; `distances[0]` is 0.
 
@@ -59,12 +60,12 @@ class Level:
 
     @property
     def direct(self) -> bool:
-        """Whether each hop's keys come directly from the rank that owns them, not from neighbour to neighbour."""
+        """Whether each hop's keys come straight from their owner; otherwise ranks pass shards on."""
         return self.rows is not None
 
     @property
     def forward_hops(self) -> tuple[Hop, ...]:
-        """The hops of the forward pass, the hop with this rank's own keys first.
+        """The hops of the forward pass, the hop at distance 0 first.
 
         The keys of a hop are sent during the hop before.
         """
@@ -74,10 +75,10 @@ class Level:
 
     @property
     def backward_hops(self) -> tuple[Hop, ...]:
-        """The hops of the backward pass, the hop with this rank's own keys last.
+        """The hops of the backward pass, the hop at distance 0 last.
 
-        The gradients of a hop are sent during the hop after. They follow the keys from rank to rank, the last to the
-        owner; with `rows`, each goes straight home.
+        Each hop sends the gradients of the hop before. Where ranks pass keys on, gradients follow them, and the last
+        send takes them to the owner. With `rows`, each hop's gradients go straight to the owner.
         """
         _, *others = self.forward_hops
         far = self.distances[1:]
@@ -86,7 +87,7 @@ class Level:
         return tuple(hop._replace(gradient_shift=shift) for hop, shift in hops)
 
     def owner(self, rank: Any, distance: Any) -> Any:
-        """The rank whose keys `rank` has if they have come `distance` ranks round this level; all may be arrays."""
+        """The owner of the keys that `rank` has: the rank `distance` ranks back round this level. All may be arrays."""
         number = rank // self.stride % self.ranks
         return rank + ((number - distance) % self.ranks - number) * self.stride
 
@@ -94,10 +95,10 @@ class Level:
         """The sender and the receiver of each message of a permute by `shift` ranks."""
         return [(rank, (rank + shift) % self.ranks) for rank in range(self.ranks)]
 
-    def each(self, one_hop: Callable[[Any, Hop], Any], carry: Any, hops: Sequence[Hop]) -> Any:
+    def run_hops(self, one_hop: Callable[[Any, Hop], Any], carry: Any, hops: Sequence[Hop]) -> Any:
         """Runs `carry = one_hop(carry, hop)` for all `hops`: unrolled, or with all but the first and last in a `scan`.
 
-        In a `scan` all hops must make the same sends. One hop of this level runs all hops of the levels inside it.
+        In a `scan` all hops need the same sends. A hop of this level counts as all hops of the levels inside it.
         """
         between = hops[1:-1]
         if (len(self.distances) - 1) * self.stride <= UNROLLED or len({hop[1:] for hop in between}) != 1:

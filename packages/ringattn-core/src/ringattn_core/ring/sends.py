@@ -26,7 +26,7 @@ class KV:
     start: int = dataclasses.field(default=0, metadata={"static": True})
     """The index of the first row in its shard; 0 for a whole shard."""
     own: bool = dataclasses.field(default=True, metadata={"static": True})
-    """Whether they are this rank's own, or their gradients; false after a send."""
+    """Whether no send has brought these rows: they are this rank's own, or of all ranks after an all-gather."""
 
     @property
     def length(self) -> int:

@@ -33,7 +33,10 @@ def folded(call: Call) -> Call:
 
 
 def unfolded(call: Call, result: Partial) -> Partial:
-    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made."""
+    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made.
+
+    `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
+    """
     out, lse = (
         _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
         for x, kind in ((result.out, Output), (result.lse, LogSumExp))

@@ -53,7 +53,10 @@ def by_heads(call: Call) -> Call:
 
 
 def by_tokens(call: Call, result: Partial) -> Partial:
-    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged."""
+    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
+
+    `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
+    """
     assert call.axis_name is not None
     inner = call.axis_name[-1]
     ranks = axes.size((inner,))
@@ -100,10 +103,10 @@ def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> 
 
 
 def _widened(x: jax.Array, move: Callable[[jax.Array], jax.Array], narrow: Any, axis: str) -> jax.Array:
-    """`move(x)` in float32. Its gradient is rounded to the dtype of `x` only after the transpose of `move`.
+    """`move(x)` in float32. Its gradient stays float32 through the transpose of `move`, and is then rounded once.
 
-    So sums of gradients between the result and `x`, or in `move`, are sums in float32. `move` is linear, holds no
-    array, and sends along the mesh axis `axis`, in the dtype `narrow`.
+    So all sums of the gradient are sums in float32, also those in the transpose of `move`. `move` is linear and closes
+    over no array. It sends along the mesh axis `axis`; in the forward pass it sends the dtype `narrow`.
     """
     dtype = x.dtype
     if axis not in axes.manual():

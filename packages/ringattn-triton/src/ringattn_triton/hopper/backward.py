@@ -32,7 +32,7 @@ _WIDE_TOGETHER_IN_ORDER: Final = 4
 """`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long."""
 _IN_CACHE: Final = 2**25
 """How many bytes the queries, dout and dq (in float32) of the heads that run at once may have for turns to go upwards.
-The kernel then takes 0.93 to 0.98 of the time, with twice as many bytes 1.03."""
+The kernel then takes 0.93 to 0.98 of the time that it takes downwards, with twice as many bytes 1.03."""
 _LONG: Final = 16
 """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
 1.5 steps after the one before."""
@@ -73,7 +73,7 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
 
 
 def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
-    """Whether turns add to dq in the order of their numbers, so that every run gives the same bits.
+    """Whether turns add to dq in the order in which they are taken, so that every run gives the same bits.
 
     They do if the caller wants the same bits, or if it is faster. On an H100, an ordered kernel takes 0.83 of the time
     with 8 heads in a group, because turns share tiles in the cache. It takes 0.94 with 2k tokens and 0.92 with
@@ -105,10 +105,11 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
 
 
 def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many key heads have turns side by side if turns go upwards (`backward_turns.steps_of`); 0: they do not.
+    """How many key heads run side by side if turns go upwards (`backward_turns.steps_of`); 0 if they must not.
 
-    As few as give every program a turn. Not for head sizes above 128, where it takes too long to add to dq, and
-    not with segment ids, where turns may be short.
+    It is the least power of two that gives every program a turn. It is 0 if the cache does not hold the heads' queries,
+    dout and dq (`_IN_CACHE`), for head sizes above 128, where it takes too long to add to dq, and with segment ids,
+    where turns may be short.
     """
     heads = power_of_two(-(-PROGRAMS // -(-constants.kv_length // plan.kv_tile)))
     bytes_of_queries = 8 * heads * constants.group * constants.q_length * constants.padded_head_dim
@@ -224,10 +225,11 @@ def _launch_kernel(
     before: Sequence[jax.Array | None],
     first: Int32[Array, " 1"] | None,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel for all key tiles (`first` is `None`), or for the strip that begins at key tile `first`.
+    """Launches the kernel for all key tiles, or, if `first` is given, for the strip that begins at key tile `first`.
 
-    Returns dk, dv, the parts of the ALiBi slopes' gradient (for a strip: its ds), the counters, and the sums of dq. The
-    arrays in `before` (counters, sums of dq and, in strips, dk and dv) are updated in place.
+    Returns five arrays: dk; dv; parts of the ALiBi slopes' gradient, or in a launch for a strip the strip's ds; the
+    counters; the sums of dq. It updates the arrays in `before` in place: counters, sums of dq and, for strips, dk and
+    dv.
     """
     from .backward_kernel import backward as kernel
 

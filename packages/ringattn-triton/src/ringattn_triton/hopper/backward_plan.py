@@ -14,8 +14,8 @@ class BackwardPlan:
 
     `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
     computes both, for half of the keys. `masked`: some tiles may need a mask. `ordered`: turns add to dq in the order
-    that they are taken in, so that every run gives the same bits; if `upwards`, most heads begin with their last keys
-    (`backward_turns.steps_of`). `of_queries`: which numbers a step reads of each query
+    in which they are taken, so that every run gives the same bits. `upwards`: all but the heads that run last take the
+    turns of their last keys first (`backward_turns.steps_of`). `of_queries`: which numbers a step reads of each query
     besides lse and delta, as options and masks need them: "distance" from the first query of the tile, "position",
     "segment". `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and
     stores no ds.

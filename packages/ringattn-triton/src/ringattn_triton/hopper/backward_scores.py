@@ -158,7 +158,10 @@ def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.conste
 
 @gluon.constexpr_function
 def of_bits(Q_TILE):
-    """The register layout `[4, 16 keys, queries]` of mask bits: each thread has the bits of the scores it holds."""
+    """The register layout of unpacked mask bits: `[4, 16, queries]`, four groups of 16 keys.
+
+    Each thread has the bits of the scores that it holds.
+    """
     columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 8, 0], *([0, 0, column] for column in columns)],

@@ -46,10 +46,10 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 
 @builtin
 def wait_for_additions(_semantic=None):
-    """Waits until all tiles that this warp has begun to add or store are in global memory.
+    """Waits until all additions and stores that this warp has begun are complete, as PTX defines it.
 
-    `tma.store_wait` does not suffice: it waits only until the tiles have been read from shared memory. No fence is
-    needed: PTX implies a fence wherever the end of such an operation is observed.
+    `tma.store_wait` does not suffice: it waits only until the tiles have been read from shared memory. Nor does this
+    wait in the machine code: only the fence of the counter's release waits until the sums are in global memory.
     """
     assembly = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
     result = _semantic.builder.get_int32_ty()
@@ -191,9 +191,9 @@ def add_dq(
     counter when its addition has reached memory. This takes about as long as a step: one writer alone would hold the
     consumers up. The counter must be raised with release semantics: without it, bits differed in 5 of 20 runs.
 
-    No turn waits for ever. Ranks follow the order in which running programs take the turns of a head, one after the
-    other. So a turn waits only for turns that a running program has begun, and of the turns that are not done, the one
-    that was taken first waits for none. This holds however many programs run at the same time.
+    No turn waits for ever. A turn's rank at a tile follows the order in which running programs take the turns of a
+    head. So a turn waits only for turns that a running program has begun. Of the turns that are not done, the one that
+    was taken first waits for none. This holds however many programs run at the same time.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype

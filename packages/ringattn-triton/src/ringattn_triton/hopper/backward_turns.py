@@ -13,8 +13,9 @@ from ..kernels.tile_loop import full_tile, masked_tile, visit
 class Turns(NamedTuple):
     """The turns of a launch, and the counters by which programs take turns and add to dq in order.
 
-    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` how many turns of
-    earlier keys visit a tile and, in its last line, how many turns in all, and `count` how many turns there are.
+    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`). `ranks` says for each key tile
+    and query tile how many earlier key tiles visit the query tile; its last row, how many key tiles visit it in all.
+    `count` is the number of turns of the launch.
     `first_tile` points to the number of the first key tile, in a launch for a strip. The first of the `counters` is the
     number of turns that were taken. After it, each tile of dq has the number of turns that have added to it.
     """
@@ -47,7 +48,8 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     """Takes the next turn, a key tile to work on, and returns its number; if none is left, `turns.count` or more.
 
     In a launch for a strip, the counter runs over the strip's turns only. It is mapped to their numbers among all
-    turns, in the same order.
+    turns, in the same order. If turns go upwards, it is mapped to the numbers of the heads that run side by side in
+    reverse, so that their last keys come first.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.strip_rows:
@@ -64,9 +66,10 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """Whether a turn visits its query tiles from the first to the last: in an ordered launch, if `PLAN.upwards`.
+    """Whether a turn visits its query tiles from the first to the last (`steps_of`).
 
-    The heads that run last, side by side, go downwards: their last turns are then short, and all programs end together.
+    If `PLAN.upwards`, all turns do, except those of the heads that run last. Downwards, the last turns of a head are
+    short, so that all programs end together.
     """
     if PLAN.upwards:
         return turn < turns.count - T.rows * T.together
@@ -76,7 +79,9 @@ def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """The `Steps` of a turn. If `PLAN.ordered`, turns go downwards, from the last query tile to the first, or upwards.
+    """The `Steps` of a turn. It visits its query tiles upwards, from the first to the last, or downwards.
+
+    Turns without an order go upwards. Turns with an order (`PLAN.ordered`) go where `goes_upwards` says.
 
     Downwards, the first turns own the first keys, which most queries see under a causal mask. Turns of one head that
     run at the same time reach each shared tile one after another, in the order in which they may add to it. They stay
@@ -84,8 +89,9 @@ def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
     5.5 TB/s for all programs. But turns of one head that begin together wait for each other at their first tile.
 
     Upwards, the first turns own the last keys. Under a causal mask each begins at its own diagonal, and reaches every
-    tile after the turns that own later keys, so that none waits. They are as far apart as their keys. That is faster
-    where the cache holds all queries of the heads that run at once; elsewhere the kernel takes up to 1.6 times as long.
+    tile after the turns that own later keys, so that none waits. Two turns are as many tiles apart as their keys. That
+    is faster where the cache holds all queries of the heads that run at once; elsewhere the kernel takes up to 1.6
+    times as long.
     """
     visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from

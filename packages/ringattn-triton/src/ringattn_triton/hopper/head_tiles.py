@@ -31,7 +31,10 @@ def product_count(dim):
 
 @gluon.constexpr_function
 def piece(dim, number):
-    """The first dimension that product `number` covers, and how many it covers; product 0 of a head is the largest."""
+    """The first dimension that matrix product `number` of a head covers, and the number of dimensions; largest first.
+
+    `product_count` says how many products a head of `dim` has.
+    """
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
         width = 1 << (rest.bit_length() - 1)

@@ -212,7 +212,7 @@ def narrowed(dproduct, like, F: tl.constexpr):
 
 @triton.jit
 def scaled(total, like, F: tl.constexpr):
-    """Multiplies `total`, a sum over `narrowed` gradients, by the softmax scale, unless `narrowed` did so (float16)."""
+    """Multiplies `total`, a sum over `narrowed` gradients, by the softmax scale. In float16 they already have it."""
     if like.dtype != tl.float16:
         total = total * F.scale
     return total

@@ -37,9 +37,10 @@ def _ranks(
     program, SEEN, RANKS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes `RANKS [g, rows + 1, columns]` for `RANK_COLUMNS` columns of a group.
+    """Writes `RANKS [g, rows + 1, columns]` for `RANK_COLUMNS` columns of one group.
 
-    Each entry is the number of earlier rows that see the column; in the last line, of all rows.
+    Entry `[row, column]` is the number of earlier rows that see the column. The last row has the number of all rows
+    that see it.
     """
     each: tl.constexpr = (COLUMNS + RANK_COLUMNS - 1) // RANK_COLUMNS
     column = program % each * RANK_COLUMNS + tl.arange(0, RANK_COLUMNS)
@@ -51,7 +52,7 @@ def _ranks(
         at = (first + row)[:, None] * COLUMNS + column[None, :]
         inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
         here = (tl.load(SEEN + at, mask=inside, other=0) > 0).to(tl.int32)
-        # Earlier groups have a line of totals each.
+        # `RANKS` has one row more than `SEEN` for each earlier group.
         tl.store(RANKS + group * COLUMNS + at, before[None, :] + tl.cumsum(here, 0) - here, mask=inside)
         before += tl.sum(here, 0)
     tl.store(RANKS + (first + group + ROWS) * COLUMNS + column, before, mask=column < COLUMNS)
