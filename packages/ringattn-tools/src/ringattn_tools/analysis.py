@@ -52,7 +52,7 @@ class CallAnalysis:
     takes, and `not_possible` are those that it cannot take, with the reasons. `lengths` are the numbers of queries and
     keys of one rank, padding included; `tile` is queries by keys. `keys_of` has for each hop the rank whose keys rank
     `r` computes with, such as `r - 2`; in a ring of two levels the group of that rank comes first, for a rank `r` of
-    group `g`: `g - 1, r - 2`. `skipped` are the offsets at which no query sees any key. `gathered` is the number of
+    group `g`: `g - 1, r - 2`. `skipped` are the distances at which no query sees any key. `gathered` is the number of
     bytes of ids and positions that each rank receives before the first hop. `prefill` says what `prefill_attention`
     would send for the same queries, if they suit it. `states` are `SKIPPED`, `MASKED` or `WHOLE`, `[ranks, hops, q
     tiles, key tiles]`, of the first batch row and all heads.
@@ -130,8 +130,8 @@ def analyse(
         not_possible=run.refusals(chosen, local, call.ring, call.inner),
         lengths=lengths,
         tile=size,
-        keys_of=tuple(_origin(hops, offset) for offset in hops.offsets),
-        skipped=tuple(offset for offset in range(call.ring) if offset not in hops.offsets),
+        keys_of=tuple(_origin(hops, distance) for distance in hops.distances),
+        skipped=tuple(distance for distance in range(call.ring) if distance not in hops.distances),
         sent=_sent(hops),
         gathered=data_bytes((local.kv_segment_ids, local.kv_positions)) * (call.ring - 1),
         prefill=_prefill(call, local),
@@ -207,12 +207,12 @@ def _answer(chosen: Registration | None, registration: Registration, reason: str
     }
 
 
-def _origin(hops: Hops, offset: int) -> str:
-    """The `keys_of` of keys that have travelled `offset`: a number with a digit for each level of the ring."""
+def _origin(hops: Hops, distance: int) -> str:
+    """The `keys_of` of a hop with this `engine.Step.distance`."""
     digits = []
     for letter, size in zip(_LEVELS, hops.sizes, strict=False):
-        digits.append(_rank(-(offset % size), letter))
-        offset //= size
+        digits.append(_rank(-(distance % size), letter))
+        distance //= size
     return ", ".join(reversed(digits))
 
 
@@ -220,9 +220,9 @@ def _sent(hops: Hops) -> Rows:
     """A table of the messages that each rank sends. Equal messages of a pass share a row."""
     passes = {"forward": hops.forward, "backward": hops.backward}
     return [
-        {"pass": phase, "times": times, "what": what, "to": _rank(distance, _LEVELS[level]), "bytes": Bytes(count)}
+        {"pass": phase, "times": times, "what": what, "to": _rank(shift, _LEVELS[level]), "bytes": Bytes(count)}
         for phase, steps in passes.items()
-        for (what, level, distance, count), times in Counter(
+        for (what, level, shift, count), times in Counter(
             message[:4] for step in steps for message in step.messages
         ).items()
     ]

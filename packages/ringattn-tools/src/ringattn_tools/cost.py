@@ -187,8 +187,8 @@ def _steps(
     `seconds_of(work, device, pairs)` is the time of a kernel on `pairs[rank]` (query, key) pairs of each rank. A
     message between groups becomes a step of its own, without a kernel.
     """
-    pairs = dict(zip(work.hops.offsets, work.of_hops, strict=True))
-    computes = [seconds_of(work, device, pairs[step.offset]) if step.computed else 0.0 for step in steps]
+    pairs = dict(zip(work.hops.distances, work.of_hops, strict=True))
+    computes = [seconds_of(work, device, pairs[step.distance]) if step.computed else 0.0 for step in steps]
     reach = [math.prod(work.hops.sizes[: level + 1]) for level in range(len(work.hops.sizes))]
     for number, step in enumerate(steps):
         for message in step.messages:
@@ -204,4 +204,4 @@ def _steps(
 def _name(work: Work, step: engine.Step) -> str:
     if not step.computed:
         return "first keys"
-    return "kernel" if work.ranks == 1 else f"hop {work.hops.offsets.index(step.offset)}"
+    return "kernel" if work.ranks == 1 else f"hop {work.hops.distances.index(step.distance)}"

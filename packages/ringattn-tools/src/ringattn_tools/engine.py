@@ -20,7 +20,7 @@ from ringattn_core.ring.sends import KV
 
 
 class Message(NamedTuple):
-    """Arrays of `bytes` that every rank sends to the rank `distance` onward along one level of the ring.
+    """Arrays of `bytes` that every rank sends to the rank `shift` ranks onward along one level of the ring.
 
     Level 0 is the innermost mesh axis of the ring. While the message travels, the kernels of the next `during` steps
     run, the step that sends it included.
@@ -28,18 +28,19 @@ class Message(NamedTuple):
 
     what: str
     level: int
-    distance: int
+    shift: int
     bytes: int
     during: int = 1
 
 
 class Step(NamedTuple):
-    """A kernel with the keys that have travelled `offset` ranks, and the messages that leave before the kernel starts.
+    """A kernel with the keys of the rank `distance` ranks back, and the messages that leave before the kernel starts.
 
+    With several levels, `distance` has a digit for each level: the sum of the distances times their `stride`.
     A step that is not `computed` only sends: it runs no kernel, so nothing hides its messages.
     """
 
-    offset: int
+    distance: int
     computed: bool
     messages: tuple[Message, ...]
 
@@ -48,12 +49,12 @@ class Step(NamedTuple):
 class Hops:
     """The hops of a ring in order, and the steps of both passes.
 
-    `sizes` has the number of ranks of each level, innermost first. `offsets` says how many ranks keys have travelled at
+    `sizes` has the number of ranks of each level, innermost first. `distances` has the `Step.distance` of
     each hop. `sources[hop, rank]` is the rank whose keys `rank` has at `hop`.
     """
 
     sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
+    distances: tuple[int, ...]
     sources: np.ndarray = dataclasses.field(repr=False, compare=False)
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -71,45 +72,45 @@ def hops_of_call(call: Call, ranks: int, inner: int, stripe: int = 1) -> Hops:
     sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
     ring = engine.ring_of(None, call, (0, *sizes), stripe=stripe)
     forward = _forward(ring.levels, call, 0)
-    offsets = tuple(step.offset for step in forward)
+    distances = tuple(step.distance for step in forward)
     return Hops(
         sizes=tuple(level.ranks for level in ring.levels) or (ranks,),
-        offsets=offsets,
-        sources=np.stack([_owner(ring.levels, np.arange(ranks), offset) for offset in offsets]),
+        distances=distances,
+        sources=np.stack([_owner(ring.levels, np.arange(ranks), distance) for distance in distances]),
         forward=forward,
         backward=_backward(ring.levels, call, 0),
     )
 
 
-def _forward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[Step, ...]:
+def _forward(levels: Sequence[Level], call: Call, outer_distance: int) -> tuple[Step, ...]:
     """The steps of the forward pass: a loop over the last of `levels`, with the loops over the levels before it inside.
 
-    Keys have already travelled `outer_offset` ranks in the loops outside.
+    The keys come from `outer_distance` ranks back in the loops outside.
     """
     if not levels:
-        return (Step(outer_offset, True, ()),)
+        return (Step(outer_distance, True, ()),)
     *inside, level = levels
     steps: list[Step] = []
     for hop in level.forward_hops:
-        inner_steps = _forward(inside, call, outer_offset + hop.distance * level.stride)
+        inner_steps = _forward(inside, call, outer_distance + hop.distance * level.stride)
         steps += _sending(inner_steps, _keys(len(inside), hop, call))
     return tuple(steps)
 
 
-def _backward(levels: Sequence[Level], call: Call, outer_offset: int) -> tuple[Step, ...]:
+def _backward(levels: Sequence[Level], call: Call, outer_distance: int) -> tuple[Step, ...]:
     """The steps of the backward pass, nested as in `_forward`. Each loop begins with a step that only sends."""
     if not levels:
-        return (Step(outer_offset, True, ()),)
+        return (Step(outer_distance, True, ()),)
     *inside, level = levels
     number, start = len(inside), level.forward_hops[0]
-    steps = [Step(outer_offset, False, tuple(_keys(number, start, call)))]
+    steps = [Step(outer_distance, False, tuple(_keys(number, start, call)))]
     rows_before = (None, *(hop.rows for hop in level.forward_hops[:-1]))
     for hop, rows in zip(level.backward_hops, rows_before, strict=True):
         messages = _keys(number, hop, call)
         if hop.gradient_shift is not None:
             count = _elements(call, rows) * 4  # gradients are float32
             messages.append(Message("dk,dv", number, hop.gradient_shift, count))
-        steps += _sending(_backward(inside, call, outer_offset + hop.distance * level.stride), messages)
+        steps += _sending(_backward(inside, call, outer_distance + hop.distance * level.stride), messages)
     return tuple(steps)
 
 
@@ -119,10 +120,10 @@ def _keys(level: int, hop: Hop, call: Call) -> list[Message]:
     return [Message("K,V", level, hop.key_shift, _elements(call, hop.rows) * call.query.dtype.itemsize)]
 
 
-def _owner(levels: Sequence[Level], rank: Any, offset: int) -> Any:
-    """The rank whose keys have travelled `offset` ranks to `rank`, an offset with a digit for each level."""
+def _owner(levels: Sequence[Level], rank: Any, distance: int) -> Any:
+    """The owner of the keys that `rank` has at a step with this `distance`."""
     for level in levels:
-        rank = level.owner(rank, offset // level.stride)
+        rank = level.owner(rank, distance // level.stride)
     return rank
 
 
@@ -158,7 +159,7 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
         first, end = rows[hop] if rows else (0, call.key.shape[1])
         k, v = call.key[:, first:end], call.value[:, first:end]
         kv = packing.pack(k, v) if hop > 0 or (ring.levels and rows is None) else (k, v)
-        owner = _owner(ring.levels, ring.rank, step.offset)
+        owner = _owner(ring.levels, ring.rank, step.distance)
         made = block_of(ring, call, KV(kv, first, own=hop == 0), owner)
         found.append(dataclasses.replace(made, final=not ring.levels))
     return tuple(found)
