@@ -96,7 +96,7 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
     hops, pairs = found.work.hops, [(int(origin), int(target)) for origin, target in PAIR.findall(text)]
     sent = [message for step in (*hops.forward, *hops.backward) for message in step.messages]
     if len(hops.sizes) == 1:
-        wanted = Counter(message.distance % hops.ranks for message in sent)
+        wanted = Counter(message.shift % hops.ranks for message in sent)
         assert Counter((target - origin) % hops.ranks for origin, target in pairs) == wanted
     groups = ({rank // hops.sizes[0] for rank in pair} for pair in pairs)
     assert sum(len(group) == 2 for group in groups) == sum(message.level > 0 for message in sent)
