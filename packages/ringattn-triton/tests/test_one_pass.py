@@ -190,6 +190,27 @@ def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, hea
     assert plan is not None and one_pass._heads_in_order(constants, plan) == heads
 
 
+@pytest.mark.parametrize(
+    ("option", "dim", "tokens", "group", "heads"),
+    [
+        ("causal", 64, 16384, 1, 2),
+        ("causal", 128, 16384, 1, 2),
+        ("causal", 128, 2048, 1, 16),
+        ("causal", 128, 65536, 1, 0),  # the cache does not hold the queries
+        ("causal", 128, 8192, 4, 0),
+        ("causal segments", 128, 2048, 1, 0),
+        ("causal", 192, 8192, 1, 0),
+    ],
+)
+def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work(
+    option: str, dim: int, tokens: int, group: int, heads: int
+) -> None:
+    small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
+    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
+    plan = plan_of(constants)
+    assert plan is not None and one_pass._heads_upwards(constants, plan) == heads
+
+
 def within_budget(block: Block, beside: str) -> dict[str, Report]:
     """A report on each kernel of a block's backward pass, if the main one fits and spills no more than its budget."""
     batch, length, heads, dim = block.q.shape

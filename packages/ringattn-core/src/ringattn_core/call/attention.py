@@ -166,18 +166,18 @@ def ring_attention(
     given = options_in(locals())
     backend, params = backend_and_params(cfg, backend)
     given |= _held(mask_info, given) | params
-    key, value, of_expand = _expanded(key, value, expand, expand_params)
+    key, value, expand_fields = _expanded(key, value, expand, expand_params)
     mesh = mesh_of(mesh, given, (query, key, value))
     try:
         call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
     except InputError as error:
-        if of_expand and error.argument in ("key", "value"):
+        if expand_fields and error.argument in ("key", "value"):
             raise InputError("expand", f"gives a {error.argument} that {error.fact}", error.remedy) from None
         raise
-    if of_expand and call.key.shape != key.shape:
+    if expand_fields and call.key.shape != key.shape:
         fact = f"gives {key.shape[2]} key heads, but this rank's queries need only {call.key.shape[2]} of them"
         raise InputError("expand", fact, "Split expand_params over head_axis_name too")
-    call = dataclasses.replace(call, **of_expand)
+    call = dataclasses.replace(call, **expand_fields)
     if mesh is not None:
         return sharded(call, backend, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:

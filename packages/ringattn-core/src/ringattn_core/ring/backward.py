@@ -82,12 +82,13 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of each hop, last with those that it gets itself.
+    """The loop over a `Level`, as a body: it calls `body` with the keys of each hop.
 
-    The outermost loop gets this rank's own keys, a loop inside another the keys of the outer hop. Each hop sends the
-    gradients of keys and values that the hop before computed; the last kernel hides the last of these sends. If ranks
-    pass keys on, the gradients follow the keys, and each rank adds its contribution (`total`). If keys come straight
-    from their owner, their gradients go straight back to it.
+    The last call has the keys `own` that the loop is called with, of the rank `owner`. These are this rank's own keys
+    in the outermost loop, and the keys of the outer hop in a loop inside another. Each hop sends the gradients of keys
+    and values that the hop before computed; the last kernel hides the last of these sends. If ranks pass keys on, the
+    gradients follow the keys, and each rank adds its contribution (`total`). If keys come straight from their owner,
+    their gradients go straight back to it.
     """
 
     def loop(own: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:

@@ -53,9 +53,10 @@ def forward(ring: Ring, call: Call) -> Partial:
 
 
 def around(level: Level, body: Body) -> Body:
-    """The loop over a `Level`: calls `body` with the keys of each hop, first with those that it gets itself.
+    """The loop over a `Level`, as a body: it calls `body` with the keys of each hop.
 
-    The outermost loop gets this rank's own keys. A loop inside another gets the keys of the outer hop and their owner.
+    The first call has the keys `first` that the loop is called with, of the rank `owner`. These are this rank's own
+    keys in the outermost loop, and the keys of the outer hop in a loop inside another.
     """
 
     def loop(first: KV, owner: Any, partial: Partial | None) -> Partial:

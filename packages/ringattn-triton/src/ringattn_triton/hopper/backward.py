@@ -32,7 +32,7 @@ _WIDE_TOGETHER_IN_ORDER: Final = 4
 """`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long."""
 _IN_CACHE: Final = 2**25
 """How many bytes the queries, dout and dq (in float32) of the heads that run at once may have for turns to go upwards.
-The kernel then takes 0.93 to 0.98 of the time that it takes downwards, with twice as many bytes 1.03."""
+The kernel then takes 0.93 to 0.99 of the time that it takes downwards, with twice as many bytes 1.03."""
 _LONG: Final = 16
 """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
 1.5 steps after the one before."""

@@ -15,9 +15,9 @@ class Turns(NamedTuple):
 
     `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`). `ranks` says for each key tile
     and query tile how many earlier key tiles visit the query tile; its last row, how many key tiles visit it in all.
-    `count` is the number of turns of the launch.
-    `first_tile` points to the number of the first key tile, in a launch for a strip. The first of the `counters` is the
-    number of turns that were taken. After it, each tile of dq has the number of turns that have added to it.
+    `count` is the number of turns of the launch. `first_tile` points to the number of the first key tile, in a launch
+    for a strip. The first of the `counters` is the number of turns that were taken. After it, each tile of dq has the
+    number of turns that have added to it.
     """
 
     bounds: Any
