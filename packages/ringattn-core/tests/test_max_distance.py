@@ -24,6 +24,7 @@ IDS, POSITIONS = (np.asarray(x) for x in (INFO.q_segment_ids, INFO.q_positions))
 FARTHEST = 9
 SHAPES = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
 QUERY, KEY, VALUE, DOUT = drawn(*SHAPES)
+(BIAS,) = drawn((1, N, T, T))
 
 
 @pytest.mark.parametrize(
@@ -40,28 +41,34 @@ QUERY, KEY, VALUE, DOUT = drawn(*SHAPES)
 def test_values_and_gradients_of_packed_rows_with_positions_are_those_of_the_oracle(
     ranks: int, layout: str, kind: AxisType
 ) -> None:
-    """Ids and positions are traced. Positions restart, so that causality alone leaves out no hop."""
+    """Ids and positions are traced. Positions restart, so that causality alone leaves out no hop.
+
+    The gradient of a bias has the columns of all keys, also where a hop has a few of a shard's.
+    """
     *operands, dout, ids, positions = (
         to_layout(x, layout, ranks) for x in (QUERY, KEY, VALUE, DOUT, jnp.asarray(IDS), jnp.asarray(POSITIONS))
     )
+    operands.append(to_layout(BIAS, layout, ranks, axis=2))
 
     @jax.jit
     def run(ids: Any, positions: Any, *operands: Any) -> Any:
         def attend(*operands: Any) -> Any:
+            *qkv, bias = operands
             return ring_attention(
-                *operands, causal=True, q_segment_ids=ids, q_positions=positions, max_distance=(FARTHEST, 0),
+                *qkv, bias=bias, causal=True, q_segment_ids=ids, q_positions=positions, max_distance=(FARTHEST, 0),
                 mesh=mesh_of(kind, sp=ranks), axis_name="sp", layout=layout,
             )  # fmt: skip
 
         out, pull = jax.vjp(attend, *operands)
         return out, *pull(dout)
 
-    got = [from_layout(x, layout, ranks) for x in run(ids, positions, *operands)]
-    q, k, v, cotangent = (np.asarray(x) for x in (QUERY, KEY, VALUE, DOUT))
+    *got, dbias = run(ids, positions, *operands)
+    got = [*(from_layout(x, layout, ranks) for x in got), from_layout(dbias, layout, ranks, axis=2)]
+    q, k, v, cotangent, bias = (np.asarray(x) for x in (QUERY, KEY, VALUE, DOUT, BIAS))
     problem = oracle.Problem(
-        q, k, v, causal=True, q_segments=IDS, kv_segments=IDS, q_positions=POSITIONS, kv_positions=POSITIONS
+        q, k, v, bias=bias, causal=True, q_segments=IDS, kv_segments=IDS, q_positions=POSITIONS, kv_positions=POSITIONS
     )
-    agrees(got, oracle.attend(problem, cotangent), "dq", "dk", "dv")
+    agrees(got, oracle.attend(problem, cotangent), "dq", "dk", "dv", "dbias")
 
 
 def rows(layout: str, **options: Any) -> dict[int, tuple[int, int]]:
