@@ -126,12 +126,6 @@ def _flash_attention_3(workload: Workload, mesh: Mesh | None) -> Attention:
     return flash_attention_3.attend(workload)
 
 
-def _why_no_flash_attention_3(workload: Workload) -> str | None:
-    if workload.decode:
-        return "this benchmark calls it with as many queries as keys"
-    return flash_attention_3.why_not(workload)
-
-
 def _linear_attention(workload: Workload, mesh: Mesh | None) -> Attention:
     """jax-linear-attention's kernels in Mosaic, with the faster of its backward passes, whose bits do not repeat."""
     from jla.ops.mosaic_gpu.attention import flash_attention  # pyright: ignore[reportMissingImports]
@@ -297,7 +291,7 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
     "gpu": {
         OURS: _OURS,
         "ours, unordered": _UNORDERED,
-        "FlashAttention-3": Rival(_flash_attention_3, _why_no_flash_attention_3),
+        "FlashAttention-3": Rival(_flash_attention_3, flash_attention_3.why_not),
         "jax-linear-attention": Rival(_linear_attention, _why_no_linear_attention, module="jla"),
         "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
         "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),

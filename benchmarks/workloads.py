@@ -160,8 +160,9 @@ ON_A_GPU: Final = {
     "documents of 2048": Workload(Shape(1, 32768, 32, 8, 128), documents=(2048,) * 16),
     "documents of up to 8192": Workload(Shape(1, 65536, 32, 8, 128), documents=drawn(65536, 8192)),
     "prefill of 131072": Workload(Shape(1, 131072, 32, 8, 128), parts=("forward",)),
-    "decode, cache of 131072": Workload(Shape(1, 131072, 32, 8, 128), parts=("decode",)),
-    "decode, 32 caches of 8192": Workload(Shape(32, 8192, 32, 8, 128), parts=("decode",)),
+    "decode, cache of 32768": Workload(Shape(1, 32768, 64, 8, 128), parts=("decode",)),
+    "decode, cache of 131072": Workload(Shape(1, 131072, 64, 8, 128), parts=("decode",)),
+    "decode, 16 caches of 32768": Workload(Shape(16, 32768, 64, 8, 128), parts=("decode",)),
     **lengths(16, 16, 128, "bfloat16", (1024, 2048, 4096, 8192, 16384, 32768)),
 }
 RINGS: Final = (1, 2, 4, 8)
