@@ -160,6 +160,6 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
         k, v = call.key[:, first:end], call.value[:, first:end]
         kv = packing.pack(k, v) if hop > 0 or (ring.levels and rows is None) else (k, v)
         owner = _owner(ring.levels, ring.rank, step.distance)
-        made = block_of(ring, call, KV(kv, first, own=hop == 0), owner)
+        made = block_of(ring, call, KV(kv, first, received=hop > 0), owner)
         found.append(dataclasses.replace(made, final=not ring.levels))
     return tuple(found)

@@ -27,12 +27,12 @@ def with_all_ids(ring: Ring, call: Call) -> Call:
     return dataclasses.replace(call, **whole)
 
 
-def forward(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
+def gathering(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
     """The body of the forward pass that gathers the keys of all ranks and calls `body` once with all of them."""
     return lambda kv, owner, partial: body(_all_keys(ring, kv), 0, partial)
 
 
-def backward(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
+def scattering(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
     """The body of the backward pass that calls `body` with all ranks' keys and reduce-scatters `dk` and `dv`.
 
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.

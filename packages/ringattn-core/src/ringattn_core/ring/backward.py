@@ -69,7 +69,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
     for level in ring.levels:
         body = around(level, body)
     if ring.all_gather:
-        body = all_gather.backward(ring, body)
+        body = all_gather.scattering(ring, body)
     # The raw `dout` makes the first send wait for the forward pass. Arrays derived from `dout` are ready later.
     dkv, sums = body(ordering.tie(own, raw) if travel else own, ring.rank, Sums())
     gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(call, result.lse, delta)}
@@ -84,20 +84,20 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
 def around(level: Level, body: Body) -> Body:
     """The loop over a `Level`, as a body: it calls `body` with the keys of each hop.
 
-    The last call has the keys `own` that the loop is called with, of the rank `owner`. These are this rank's own keys
-    in the outermost loop, and the keys of the outer hop in a loop inside another. Each hop sends the gradients of keys
+    The last call has the keys that the loop is `given`, of the rank `owner`. These are this rank's own keys in the
+    outermost loop, and the keys of the outer hop in a loop inside another. Each hop sends the gradients of keys
     and values that the hop before computed; the last kernel hides the last of these sends. If ranks pass keys on, the
     gradients follow the keys, and each rank adds its contribution (`total`). If keys come straight from their owner,
     their gradients go straight back to it.
     """
 
-    def loop(own: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
+    def loop(given: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
         def one_hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], hop: Hop) -> Any:
             kv, gradients_out, arrived, sums = carry
             # In this order: the kernel of the hop before ends, both sends begin, this hop's kernel runs and hides them,
             # the keys arrive, the gradients arrive.
             kv = ordering.tie(kv, sums.dq)
-            keys_out = ordering.tie(own, sums.dq) if level.direct else kv
+            keys_out = ordering.tie(given, sums.dq) if level.direct else kv
             gradients_out = ordering.tie(gradients_out, kv)
             keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
             gradients_in = sent(level, gradients_out, hop.gradient_shift)
@@ -111,10 +111,10 @@ def around(level: Level, body: Body) -> Body:
                 return keys_in, dkv, (*arrived, gradients_in), sums
             return keys_in, total(dkv, gradients_in), arrived, sums
 
-        own_hop, (*others, last) = level.forward_hops[0], level.backward_hops
-        first_keys = sent(level, ordering.tie(own, sums.dq), own_hop.key_shift, own_hop.rows)
+        first_hop, (*others, last) = level.forward_hops[0], level.backward_hops
+        first_keys = sent(level, ordering.tie(given, sums.dq), first_hop.key_shift, first_hop.rows)
         _, gradients_out, arrived, sums = level.run_hops(one_hop, (first_keys, None, (), sums), others)
-        _, dkv, arrived, sums = one_hop((own, gradients_out, arrived, sums), last)
+        _, dkv, arrived, sums = one_hop((given, gradients_out, arrived, sums), last)
         return functools.reduce(total, arrived, dkv), sums
 
     return loop

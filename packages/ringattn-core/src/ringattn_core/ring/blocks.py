@@ -79,7 +79,7 @@ def block_of(ring: Ring, call: Call, kv: KV, owner: Any) -> Block:
         slopes=None if call.alibi_slopes is None else call.alibi_slopes[None],
         seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
-        keys_from=("own" if kv.own else call.layout) if wants_static_masks(ring.kernel) else None,
+        keys_from=(call.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
 
 

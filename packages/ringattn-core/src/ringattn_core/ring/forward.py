@@ -46,7 +46,7 @@ def forward(ring: Ring, call: Call) -> Partial:
     for level in ring.levels:
         body = around(level, body)
     if ring.all_gather:
-        body = all_gather.forward(ring, body)
+        body = all_gather.gathering(ring, body)
     partial = with_sinks(body(own, ring.rank, None), sinks_of(call))
     out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
     return Partial(out, checkpoint_name(partial.lse, LSE_NAME), partial.max_logits)
@@ -55,24 +55,24 @@ def forward(ring: Ring, call: Call) -> Partial:
 def around(level: Level, body: Body) -> Body:
     """The loop over a `Level`, as a body: it calls `body` with the keys of each hop.
 
-    The first call has the keys `first` that the loop is called with, of the rank `owner`. These are this rank's own
-    keys in the outermost loop, and the keys of the outer hop in a loop inside another.
+    The first call has the keys that the loop is `given`, of the rank `owner`. These are this rank's own keys in the
+    outermost loop, and the keys of the outer hop in a loop inside another.
     """
 
-    def loop(first: KV, owner: Any, partial: Partial | None) -> Partial:
+    def loop(given: KV, owner: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
             # The send and the kernel of this hop start after the kernel of the hop before.
             kv = ordering.tie(kv, partial and partial.lse)
             if level.direct:
-                keys_out = ordering.tie(first, partial and partial.lse)
+                keys_out = ordering.tie(given, partial and partial.lse)
             else:  # the kernel reads the array that is sent
                 kv = packed(kv)
                 keys_out = kv
             keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
             return keys_in, body(kv, level.owner(owner, hop.distance), partial)
 
-        return level.run_hops(one_hop, (first, partial), level.forward_hops)[1]
+        return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]
 
     return loop
 

@@ -25,8 +25,8 @@ class KV:
     arrays: Any
     start: int = dataclasses.field(default=0, metadata={"static": True})
     """The index of the first row in its shard; 0 for a whole shard."""
-    own: bool = dataclasses.field(default=True, metadata={"static": True})
-    """Whether no send has brought these rows: they are this rank's own, or of all ranks after an all-gather."""
+    received: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether a send has brought these rows. Otherwise they are this rank's own, or gathered from all ranks."""
 
     @property
     def length(self) -> int:
@@ -65,7 +65,7 @@ def sent(level: Level, kv: KV | None, shift: int | None, rows: tuple[int, int] |
         cut = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=end, axis=kv.token_axis)
         kv = KV(jax.tree.map(cut, kv.arrays), start)
     arriving = jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(shift)), packed(kv))
-    return dataclasses.replace(arriving, own=False)
+    return dataclasses.replace(arriving, received=True)
 
 
 def total(dkv: KV, arriving: KV | None) -> KV:
