@@ -174,3 +174,13 @@ def _write_numbers(place, OUT, COUNT: gl.constexpr, FAULT: gl.constexpr):
             hardware_barrier("arrive", 7, 160)
         hardware_barrier("sync", 5, 160)
         gl.store(OUT + number + gl.arange(0, 1, ALONE), place.load(ALONE))
+
+
+@gluon.jit
+def in_turn(TURNS, BEFORE, COUNT):
+    """Each program waits until as many programs as its entry of `TURNS` have added 1 to `COUNT`, and adds 1."""
+    turn = gl.load(TURNS + gl.program_id(0))
+    count = turn * 0
+    while count < turn:
+        count = gl.load(COUNT, volatile=True)
+    gl.atomic_add(COUNT, 1)

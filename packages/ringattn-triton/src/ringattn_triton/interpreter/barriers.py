@@ -4,16 +4,20 @@
 import collections
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from .language import current
+
+_MANY_LOOKS: Final = 1000
+"""A partition that has found the same number at a place of memory so often does nothing else."""
 
 
 class Team:
     """The partitions of one program: how many run, which of them wait, and their first error.
 
     `waiting` holds the threads that have looked at their barrier and found its phase incomplete. Any change of a
-    barrier empties the set, and all threads look again. If the set holds every running thread, no thread can go on.
+    barrier empties the set, and all threads look again. `looking` holds the threads that load a number from memory
+    again and again. If the two sets hold every running thread, no thread can go on.
     """
 
     def __init__(self, size: int) -> None:
@@ -21,6 +25,7 @@ class Team:
         self.size = self.running = size
         self.error: BaseException | None = None
         self.waiting: set[int] = set()
+        self.looking: set[int] = set()
         self.fetched: set[Barrier] = set()
         self.hardware: dict[int, Barrier] = {}
         self.covers: dict[Any, Any] = {}
@@ -45,6 +50,19 @@ class Team:
                 self.changed.wait()
             if self.error is not None:
                 raise Stopped
+
+    def looked(self, at_and_found: tuple[int, ...]) -> None:
+        """Records a volatile load. Raises if nothing can change its number: programs run one after the other."""
+        last, times = getattr(current, "looks", (None, 0))
+        times = times + 1 if at_and_found == last else 0
+        current.looks = at_and_found, times
+        with self.changed:
+            if times < _MANY_LOOKS:
+                self.looking.discard(threading.get_ident())
+                return
+            self.looking.add(threading.get_ident())
+            if len(self.waiting | self.looking) == self.running:
+                raise self.stuck()
 
     def look_again(self) -> None:
         self.waiting.clear()

@@ -32,7 +32,10 @@ def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = Fal
     """Loads elements. Where `mask` is false, gives `other`, or if that is `None` NaN or the largest integer."""
     dtype, allowed = pointer.buffer.dtype, _mask(mask)
     if allowed is None:
-        return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
+        found = pointer.buffer.load(pointer.data, None, None)
+        if volatile:
+            current.team.looked((id(pointer.buffer), int(pointer.data), int(found)))
+        return Tensor(found, dtype)
     if other is None:
         fill = poison(dtype)
     else:
