@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from ringattn_conformance import oracle
+from ringattn_core import from_layout, to_layout
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
@@ -20,6 +22,40 @@ def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
 def drawn(*shapes: tuple[int, ...], dtype: Any = None) -> list[jax.Array]:
     """Normal numbers of these shapes."""
     return [jax.random.normal(jax.random.key(number), shape, dtype) for number, shape in enumerate(shapes)]
+
+
+def query_key_value(batch: int, length: int, heads: int, key_heads: int, size: int = 8) -> list[jax.Array]:
+    """Query, key and value of normal numbers."""
+    return drawn(*((batch, length, count, size) for count in (heads, key_heads, key_heads)))
+
+
+def differentiated(attend: Any) -> Any:
+    """A function that returns the results of `attend`, and the gradients of the sum of their sines by all operands."""
+
+    def both(*operands: Any) -> Any:
+        def loss(*operands: Any) -> Any:
+            results = attend(*operands)
+            return sum(jnp.sin(x).sum() for x in jax.tree.leaves(results)), results
+
+        (_, results), gradients = jax.value_and_grad(loss, tuple(range(len(operands))), has_aux=True)(*operands)
+        return results, gradients
+
+    return both
+
+
+def graded(attend: Any, *operands: Any) -> Any:
+    """The results of `attend` and those gradients, by one compiled program."""
+    return jax.jit(differentiated(attend))(*operands)
+
+
+def in_order_of(layout: str, ranks: int, attend: Any) -> Any:
+    """`attend`, whose arrays are in the order of a layout, as a function of arrays in natural order."""
+
+    def natural(*operands: Any) -> jax.Array:
+        moved = jax.tree.map(lambda x: to_layout(x, layout, ranks), operands)
+        return from_layout(attend(*moved), layout, ranks)
+
+    return natural
 
 
 def close(got: Any, wanted: Any, atol: float = 2e-5, rtol: float = 1e-7) -> None:
