@@ -6,54 +6,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from ringattn_core import from_layout, ring_attention, to_layout
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from ringattn_core import ring_attention
 from ringattn_core.contract import ordering
 from ringattn_core.ring import plan
+from rings import close, graded, in_order_of, mesh_of, query_key_value
 from traced_calls import bodies, equations, forget_traced_calls
 
 SPEC = PartitionSpec(None, ("outer", "inner"))
-
-
-def loss(outer: int, inner: int, **options: Any) -> Any:
-    """The loss of a call on an explicit mesh that has the inner axis first, and its gradients."""
-    devices = np.array(jax.devices()[: outer * inner]).reshape(inner, outer)
-    mesh = Mesh(devices, ("inner", "outer"), axis_types=(AxisType.Explicit,) * 2)
-
-    def of(q: Any, k: Any, v: Any) -> Any:
-        placed = (jax.device_put(x, NamedSharding(mesh, SPEC)) for x in (q, k, v))
-        return (ring_attention(*placed, mesh=mesh, axis_name=("outer", "inner"), **options) ** 2).sum()
-
-    return jax.jit(jax.value_and_grad(of, (0, 1, 2)))
-
-
-def arrays() -> list[jax.Array]:
-    return [jax.random.normal(jax.random.key(n), (1, 16, heads, 4)) for n, heads in enumerate((4, 2, 2))]
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(2, 4), (4, 2)])
 def test_in_a_scan_both_levels_compute_what_one_device_does(
     monkeypatch: pytest.MonkeyPatch, outer: int, inner: int
 ) -> None:
-    options: dict[str, Any] = dict(causal=True, layout="striped")
+    """The mesh is explicit, and has the inner axis first."""
+    mesh = mesh_of(AxisType.Explicit, inner=inner, outer=outer)
+    ring: dict[str, Any] = {"mesh": mesh, "axis_name": ("outer", "inner"), "layout": "striped"}
+    attend = in_order_of("striped", outer * inner, functools.partial(ring_attention, causal=True, **ring))
+    operands = query_key_value(1, 16, 4, 2, 4)
     monkeypatch.setattr(plan, "UNROLLED", 1)
     forget_traced_calls()
-    program = loss(outer, inner, **options).trace(*arrays())
-    got = program.lower().compile()(*arrays())
+    program = jax.make_jaxpr(functools.partial(graded, attend))(*operands)
+    got = graded(attend, *operands)
     forget_traced_calls()
-    assert str(program.jaxpr).count(" scan[") == {4: 2, 2: 4}[outer], "of rounds, or of the hops of both rounds"
-    whole = jax.value_and_grad(lambda *x: (from_one_device(outer * inner, *x, **options) ** 2).sum(), (0, 1, 2))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(whole(*arrays())), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def from_one_device(ranks: int, *arrays: Any, layout: str, **options: Any) -> Any:
-    """The result of the call on one device, for arrays in layout order."""
-    natural = (from_layout(x, layout, ranks, axis=1) for x in arrays)
-    return to_layout(ring_attention(*natural, **options), layout, ranks, axis=1)
+    assert str(program).count(" scan[") == {4: 2, 2: 4}[outer], "of rounds, or of the hops of both rounds"
+    close(got, graded(functools.partial(ring_attention, causal=True), *operands), 1e-5, 1e-4)
 
 
 def traced(outer: int, inner: int, key_heads: int) -> Any:

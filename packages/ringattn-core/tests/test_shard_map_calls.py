@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in the caller's own shard_map: a mesh axis must be named, and the names have their effect."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,15 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import masks, ring_attention
 from ringattn_core.errors import InputError, MeshError
-from rings import close, mesh_of
+from rings import close, graded, mesh_of, query_key_value
 
-B, T, N, K, H = 2, 16, 4, 2, 8
+B, T, N, K = 2, 16, 4, 2
 TOKENS = P("dp", "sp", "tp")
 
 
 def arrays() -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(key, (B, T, h, H)) for key, h in zip(keys, (N, K, K), strict=True)]
+    return query_key_value(B, T, N, K)
 
 
 def on_ranks(*more: Any, specs: Any = TOKENS, more_specs: Any = (), check_vma: bool = True, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def test_tokens_that_are_the_same_on_all_ranks_are_refused(argument: str) -> Non
 
 def test_without_check_vma_nothing_is_refused() -> None:
     shape = on_ranks(**NAMED, check_vma=False, q_positions=lambda: jnp.arange(T // 2)).shape
-    assert shape == (B, T, N, H)
+    assert shape == (B, T, N, 8)
 
 
 DROPOUT = dict(dropout_prob=0.5, dropout_seed=3)
@@ -110,21 +110,11 @@ def test_an_axis_is_not_asked_for_if_no_array_varies_over_it_or_all_names_are_gi
 @pytest.mark.parametrize("sinks", [N, N // 2], ids=["one a head", "shared, as many as local heads"])
 def test_one_axis_of_sinks_counts_all_heads(sinks: int) -> None:
     x = jnp.linspace(-1.0, 2.0, sinks)
-    w = jax.random.normal(jax.random.key(1), (B, T, N, H))
 
     def split(x: Any) -> Any:
         return on_ranks(x, more_specs=(P(),), **NAMED, softmax_aux=lambda x: x)
 
-    def graded(attend: Any) -> Any:
-        """The gradient and the output, of one program."""
-
-        def loss(x: Any) -> Any:
-            out = attend(x)
-            return (out * w).sum(), out
-
-        return jax.jit(jax.grad(loss, has_aux=True))(x)
-
-    jax.tree.map(close, graded(split), graded(lambda x: ring_attention(*arrays(), x)))
+    close(graded(split, x), graded(lambda x: ring_attention(*arrays(), x), x))
 
 
 SHARED = [(12, 3, 4, True), (12, 6, 4, False)]
@@ -134,9 +124,7 @@ SHARED = [(12, 3, 4, True), (12, 6, 4, False)]
 def test_query_heads_split_over_ranks_that_hold_all_key_heads_read_their_own(
     heads: int, key_heads: int, ranks: int, check_vma: bool
 ) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(x, (B, T, n, H)) for x, n in zip(keys, (heads, key_heads, key_heads), strict=True))
-    w = jax.random.normal(jax.random.key(1), q.shape)
+    x = query_key_value(B, T, heads, key_heads)
     of_queries, of_keys = P(None, "sp", "tp"), P(None, "sp")
 
     def causal(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
@@ -150,13 +138,4 @@ def test_query_heads_split_over_ranks_that_hold_all_key_heads_read_their_own(
             check_vma=check_vma,
         )(q, k, v)  # fmt: skip
 
-    def graded(attend: Any) -> Any:
-        """The output and the gradients, of one program."""
-
-        def loss(*x: Any) -> Any:
-            out = attend(*x)
-            return (out * w).sum(), out
-
-        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-
-    jax.tree.map(close, graded(split), graded(lambda *x: ring_attention(*x, causal=True)))
+    close(graded(split, *x), graded(functools.partial(ring_attention, causal=True), *x))
