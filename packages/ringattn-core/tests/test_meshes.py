@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import remat_policy, ring_attention
 from ringattn_core.errors import MeshError
+from rings import close, differentiated, graded, query_key_value
 
-N, K, H = 4, 2, 8
+N, K = 4, 2
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = {
     "automatic": (AUTO, AUTO, AUTO),
@@ -35,9 +36,7 @@ WAYS = [
 
 
 def arrays(length: int = 16, heads: int = N, key_heads: int = K) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    counts = (heads, key_heads, key_heads)
-    return [jax.random.normal(key, (2, length, n, H)) for key, n in zip(keys, counts, strict=True)]
+    return query_key_value(2, length, heads, key_heads)
 
 
 def mesh_of(kind: str = "automatic", **axes: int) -> jax.sharding.Mesh:
@@ -45,27 +44,18 @@ def mesh_of(kind: str = "automatic", **axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=KINDS[kind][: len(axes)])
 
 
-def loss_of(**options: Any) -> Any:
-    """A loss of query, key, value and sinks, and the output. Without options, the call runs on one device."""
-    options = options or {"axis_name": ()}
-
-    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        out = ring_attention(q, k, v, softmax_aux=sinks, causal=True, **options)
-        return jnp.sum(jnp.sin(out)), out
-
-    return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
+def call(**options: Any) -> Any:
+    """The call with these options; without options, on one device."""
+    return functools.partial(ring_attention, causal=True, **options or {"axis_name": ()})
 
 
 @functools.cache
 def of_one_device(length: int) -> Any:
-    """The loss, the output and the gradients of the call without options on arrays of this length."""
-    return jax.jit(loss_of())(*arrays(length), jnp.linspace(-1.0, 1.0, N))
+    """The output and the gradients of the call without options on arrays of this length."""
+    return graded(call(), *arrays(length), jnp.linspace(-1.0, 1.0, N))
 
 
-def same(got: Any, wanted: Any) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=5e-5, rtol=1e-5), got, wanted
-    )
+same = functools.partial(close, atol=5e-5, rtol=1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +77,15 @@ def test_results_and_gradients_are_those_of_one_device(how: str, kind: str, leng
     if how == "typed arrays":
         x = [jax.device_put(a, NamedSharding(mesh, P("dp", "sp" if length % 2 == 0 else None, "tp"))) for a in x]
     with contextlib.nullcontext() if how in ("mesh", "typed arrays") else jax.set_mesh(mesh):
-        same(jax.jit(loss_of(**options))(*x, sinks), wanted)
+        same(graded(call(**options), *x, sinks), wanted)
 
 
 @pytest.mark.parametrize(("kind", "given"), [("automatic", True), ("explicit", False), ("explicit ring", False)])
 def test_without_jit_too(kind: str, given: bool) -> None:
     x, sinks, mesh = arrays(13), jnp.linspace(-1.0, 1.0, N), mesh_of(kind)
     with jax.set_mesh(mesh):
-        same(loss_of(axis_name="sp", **(dict(mesh=mesh) if given else {}))(*x, sinks), of_one_device(13))
+        attend = call(axis_name="sp", **(dict(mesh=mesh) if given else {}))
+        same(differentiated(attend)(*x, sinks), of_one_device(13))
 
 
 def test_an_abstract_mesh_without_jit_is_that_of_the_context() -> None:
@@ -141,15 +132,12 @@ def test_inside_a_manual_axis_of_a_pipeline(kind: str, length: int, check_vma: b
         stage, mesh=mesh, in_specs=(*split, P()), out_specs=P("pp"), axis_names={"pp"}, check_vma=check_vma
     )
 
-    def graded(attend: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), (0, 1, 2, 3)))
-
-    wanted = graded(functools.partial(stage, axis_name=()))(*x, sinks)
+    wanted = graded(functools.partial(stage, axis_name=()), *x, sinks)
     with jax.set_mesh(mesh):
         # The results of a layer go into the next one, and are split over the explicit axes that divide them.
         spec = P("pp", "sp", "tp") if kind == "explicit" else P("pp")
         placed = [jax.device_put(array, spec) for array in x]
-        same(graded(stages)(*placed, sinks), wanted)
+        same(graded(stages, *placed, sinks), wanted)
 
 
 @pytest.mark.parametrize(("kind", "key_heads"), [("automatic", 6), ("explicit", 3)])
@@ -157,7 +145,7 @@ def test_key_heads_need_not_be_a_multiple_of_the_ranks_that_split_heads(kind: st
     x, sinks = arrays(16, 12, key_heads), jnp.linspace(-1.0, 1.0, 12)
     mesh = mesh_of(kind, sp=2, tp=4)
     with jax.set_mesh(mesh):
-        same(jax.jit(loss_of(axis_name="sp"))(*x, sinks), jax.jit(loss_of())(*x, sinks))
+        same(graded(call(axis_name="sp"), *x, sinks), graded(call(), *x, sinks))
 
 
 def every_option(length: int) -> dict[str, Any]:
@@ -181,13 +169,6 @@ def test_every_option_works_on_explicit_axes_and_within_a_manual_axis(kind: str,
     x, more = arrays(length), every_option(length)
     floating = ("bias", "alibi_slopes", "softmax_aux")
 
-    def loss_of_call(attend: Any) -> Any:
-        def loss(x: Any, floats: Any) -> Any:
-            out, lse, max_logits = attend(*x, more | floats)
-            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)) + max_logits.sum(), (out, lse, max_logits)
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-
     def attend(q: Any, k: Any, v: Any, more: Any, **named: Any) -> Any:
         return ring_attention(q, k, v, **more, **SETTINGS, **named, return_lse=True, return_max_logits=True)
 
@@ -199,10 +180,10 @@ def test_every_option_works_on_explicit_axes_and_within_a_manual_axis(kind: str,
 
     mesh = mesh_of(kind, pp=2, sp=2, tp=2) if manual else mesh_of(kind)
     floats = {name: more[name] for name in floating}
-    wanted = loss_of_call(attend)(x, floats)
+    wanted = graded(lambda x, floats: attend(*x, more | floats), x, floats)
     with jax.set_mesh(mesh):
         whole = stages if manual else lambda *x: attend(*x, axis_name="sp")
-        same(loss_of_call(whole)(x, floats), wanted)
+        same(graded(lambda x, floats: whole(*x, more | floats), x, floats), wanted)
 
 
 def test_a_call_that_names_no_axis_of_the_mesh_that_is_set_warns() -> None:
@@ -230,18 +211,16 @@ def test_another_mesh_than_the_one_that_is_set_is_refused(jit: bool) -> None:
 def test_a_function_may_be_traced_around_a_query_that_is_not(kind: str) -> None:
     query, *kv = arrays()
 
-    def loss(key: Any, value: Any, **options: Any) -> Any:
-        return jnp.sum(jnp.sin(ring_attention(query, key, value, causal=True, **options)))
-
     def over_ring(key: Any, value: Any) -> Any:
-        return loss(key, value, axis_name="sp", batch_axis_name="dp", head_axis_name="tp")
+        ring = {"axis_name": "sp", "batch_axis_name": "dp", "head_axis_name": "tp"}
+        return ring_attention(query, key, value, causal=True, **ring)
 
-    value, gradients = jax.value_and_grad(loss, (0, 1))(*kv)
+    out, gradients = graded(functools.partial(ring_attention, query, causal=True), *kv)
     twice = [jnp.stack([x, x]) for x in kv]
     with jax.set_mesh(mesh_of(kind)):
-        same(jax.grad(over_ring, (0, 1))(*kv), gradients)
-        same(jax.jit(over_ring)(*kv), value)
-        same(jax.vmap(over_ring)(*twice), jnp.stack([value, value]))
+        same(differentiated(over_ring)(*kv)[1], gradients)
+        same(jax.jit(over_ring)(*kv), out)
+        same(jax.vmap(over_ring)(*twice), jnp.stack([out, out]))
 
 
 def test_an_automatic_axis_is_not_named_where_the_ring_is_manual() -> None:
