@@ -21,7 +21,7 @@ from ringattn_core.errors import (
 )
 from rings import warnings
 
-CAUSAL, BIAS, SINKS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS}), frozenset({Feature.SINKS})
+CAUSAL, BIAS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS})
 ALL = frozenset(Feature)
 
 
@@ -42,29 +42,24 @@ def installed(
     priority: int = 0,
     lacks: tuple[Feature, ...] = (),
     reasons: dict[Feature, str] | None = None,
-    implementation: Any = "kernel",
     available: bool = True,
-    api: int = 1,
 ) -> Iterator[None]:
     probe = None if available else f"{__name__}:no_device"
-    descriptor = Backend(
-        name, api, platforms, ALL.difference(lacks), "gone:KERNEL", None, priority, probe, reasons or {}
-    )
-    with discovery.registered(descriptor, Kernel() if implementation == "kernel" else implementation):
+    descriptor = Backend(name, 1, platforms, ALL.difference(lacks), "gone:KERNEL", None, priority, probe, reasons or {})
+    with discovery.registered(descriptor, Kernel()):
         yield
 
 
 @pytest.fixture
-def fast_and_safe(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Backend `fast` for cuda, without BIAS ("soon"), SINKS and ALIBI; `safe` with all, everywhere."""
-    lacks, reasons = (Feature.BIAS, Feature.SINKS, Feature.ALIBI), {Feature.BIAS: "soon"}
-    fast = installed("fast", "cuda", priority=10, lacks=lacks, reasons=reasons)
+def fast_and_safe(install: Any) -> Iterator[None]:
+    """Backend `fast` for cuda, without BIAS ("soon"); `safe` with all, everywhere."""
+    fast = installed("fast", "cuda", priority=10, lacks=(Feature.BIAS,), reasons={Feature.BIAS: "soon"})
     with fast, installed("safe", "cpu", "cuda", "tpu", priority=-10):
         yield
 
 
 @pytest.fixture
-def dead(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def dead(install: Any) -> Iterator[None]:
     """Backend `dead`, with the highest priority for cuda, whose probe finds no device."""
     with installed("dead", "cuda", priority=99, available=False):
         yield
@@ -76,18 +71,10 @@ def chosen(backend: Any, required: frozenset[Feature] = CAUSAL, platform: str = 
 
 @pytest.mark.usefixtures("fast_and_safe")
 class TestAName:
-    @pytest.mark.parametrize(
-        ("feature", "declared"),
-        [(Feature.BIAS, "not declared: soon"), (Feature.ALIBI, "not declared")],
-    )
-    def test_an_unsupported_feature_is_refused_and_lists_backends_that_support_it(
-        self, feature: Feature, declared: str
-    ) -> None:
-        with pytest.raises(UnsupportedFeatureError) as caught:
-            chosen("fast", frozenset({feature, Feature.CAUSAL}))
-        assert (caught.value.feature, caught.value.others) == (feature.name, ("safe",))
-        assert f"does not support {feature.name} ({declared})" in str(caught.value)
-        assert "backend=('fast', 'safe')" in str(caught.value)
+    def test_an_unsupported_feature_is_refused_and_lists_backends_that_support_it(self) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=r"BIAS \(not declared: soon\)") as caught:
+            chosen("fast", BIAS | CAUSAL)
+        assert (caught.value.feature, caught.value.others) == ("BIAS", ("safe",))
 
     @pytest.mark.usefixtures("dead")
     def test_an_unavailable_one_is_final(self) -> None:
@@ -95,13 +82,16 @@ class TestAName:
             chosen("dead")
 
     def test_an_unknown_one_is_not_replaced(self) -> None:
-        with pytest.raises(BackendNotFoundError, match=r"did you mean 'safe'"):
-            chosen("saef")
+        """Only a package of ours is named for installing: a mistyped name might be a stranger's package."""
+        for name, told in (("saef", "(did you mean 'safe'?). Installed: fast, safe."), ("tritn", "ringattn-triton")):
+            with pytest.raises(BackendNotFoundError) as caught:
+                chosen(name)
+            assert str(caught.value).endswith(told)
 
     def test_a_named_backend_is_taken_on_any_platform_that_its_probe_accepts(self) -> None:
         assert chosen("fast", platform="cpu") == "fast"
 
-    @pytest.mark.parametrize("backend", ["", (), (1,), 7, ("safe", ""), {"safe"}, b"safe"])
+    @pytest.mark.parametrize("backend", ["", (), (1,), 7, {"safe"}])
     def test_an_empty_name_or_a_wrong_type_is_refused(self, backend: Any) -> None:
         with pytest.raises(InputError, match="Pass the name of a backend, or a sequence of names"):
             chosen(backend)
@@ -119,51 +109,36 @@ class TestSizesOfHeads:
     @pytest.mark.parametrize("backend", [None, ("small", "any")])
     def test_a_backend_whose_kernel_cannot_run_them_is_passed_over_with_the_reason(self, backend: Any) -> None:
         assert selection.select(backend, CAUSAL, "cuda", (64, 8)).name == "small"
-        for sizes, reason in {
-            (72, 8): "heads of size 72 (the largest is 64)",
-            (8, 20): "heads of size 20 (sizes are multiples of 8)",
-            (68, 20): "heads of size 68 (the largest is 64), heads of size 20 (sizes are multiples of 8)",
-        }.items():
+        for sizes in ((72, 8), (8, 20)):
             assert selection.select(backend, CAUSAL, "cuda", sizes).name == "any"
-            reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", sizes)}
-            assert reasons == {"small": f"it does not support {reason}", "any": None}
+        reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", (68, 20))}
+        told = "heads of size 68 (the largest is 64), heads of size 20 (sizes are multiples of 8)"
+        assert reasons == {"small": f"it does not support {told}", "any": None}
 
-    def test_a_named_backend_refuses_them_and_names_the_fallback(self) -> None:
-        with pytest.raises(UnsupportedFeatureError, match=r"heads of size 72 .*64.*backend=\('small', 'any'\)"):
-            selection.select("small", CAUSAL, "cuda", (72, 72))
-
-    def test_a_call_asks_before_it_runs(self) -> None:
+    def test_a_named_backend_refuses_a_call_before_it_runs_and_names_the_fallback(self) -> None:
         x = jnp.ones((1, 8, 2, 72))
-        with pytest.raises(UnsupportedFeatureError, match="heads of size 72"):
+        with pytest.raises(UnsupportedFeatureError, match=r"heads of size 72 .*64.*backend=\('small', 'any'\)"):
             ring_attention(x, x, x, backend="small")
 
 
 @pytest.mark.usefixtures("fast_and_safe", "dead")
 class TestASequence:
-    @pytest.mark.parametrize("make", [tuple, list])
-    def test_the_first_backend_that_can_run_the_call_is_taken(self, make: Any) -> None:
-        assert chosen(make(["safe", "fast"])) == "safe"
-        assert chosen(make(["fast", "safe"])) == "fast"
-        assert chosen(make(["fast", "safe"]), BIAS) == "safe"
-        assert chosen(make(["dead", "absent", "fast"])) == "fast"
-
-    def test_one_whose_kernel_does_not_load_is_passed_over(self) -> None:
-        with installed("hollow", "cuda", implementation=object()):
-            assert chosen(("hollow", "safe")) == "safe"
+    def test_the_first_backend_that_can_run_the_call_is_taken(self) -> None:
+        assert chosen(("safe", "fast")) == "safe"
+        assert chosen(["fast", "safe"]) == "fast"
+        assert chosen(["fast", "safe"], BIAS) == "safe"
+        assert chosen(("dead", "absent", "fast")) == "fast"
 
     def test_one_that_is_not_installed_is_passed_over_with_a_warning(self, log: Any) -> None:
         assert chosen(("absent", "safe")) == "safe"
-        assert chosen(("triton", "safe")) == "safe"
-        assert [message.split(" passed")[0] for message in warnings(log)] == ["backend 'absent'", "backend 'triton'"]
+        assert [message.split(" passed")[0] for message in warnings(log)] == ["backend 'absent'"]
 
     def test_where_all_fail_each_has_its_reason(self) -> None:
         with pytest.raises(NoBackendError) as caught:
             chosen(("dead", "absent", "fast"), BIAS)
-        assert caught.value.reasons.keys() == {"dead", "absent", "fast"}
-        assert "no GPU is visible" in caught.value.reasons["dead"]
-        assert "no ring-attention backend 'absent'" in caught.value.reasons["absent"]
-        assert "does not support BIAS (not declared: soon)" in caught.value.reasons["fast"]
-        assert all(reason in str(caught.value) for reason in caught.value.reasons.values())
+        facts = {"dead": "no GPU is visible", "absent": "no ring-attention backend", "fast": "does not support BIAS"}
+        assert caught.value.reasons.keys() == facts.keys()
+        assert all(fact in caught.value.reasons[name] and fact in str(caught.value) for name, fact in facts.items())
 
 
 @pytest.mark.usefixtures("fast_and_safe")
@@ -198,7 +173,7 @@ class TestContextAndEnvironment:
             assert chosen(None) == "safe"
             assert chosen("fast") == "fast"
 
-    @pytest.mark.parametrize("name", ["saef", "absent", ("saef", "fast"), ("absent", "fsat")])
+    @pytest.mark.parametrize("name", ["absent", ("saef", "fast")])
     def test_a_context_refuses_a_misspelt_name_at_once(self, name: Any) -> None:
         with pytest.raises(BackendNotFoundError, match="no ring-attention backend"), selection.use_backend(name):
             pytest.fail("the context was entered")
@@ -221,40 +196,18 @@ class TestTheBest:
         assert "'dead' passed over: it cannot run here: no GPU is visible" in said[0]
         assert "'fast' passed over: it does not support BIAS (not declared: soon)" in said[1]
 
-    @pytest.mark.usefixtures("fast_and_safe")
-    def test_a_broken_one_is_logged_and_takes_no_other_along(self, log: Any) -> None:
-        with (
-            installed("future", "cuda", priority=99, api=7),
-            installed("hollow", "cuda", priority=98, implementation=object()),
-        ):
-            assert chosen(None) == "fast"
-        assert sorted(word for said in warnings(log) for word in ("future", "hollow") if word in said) == [
-            "future",
-            "hollow",
-        ]
-
-    @pytest.mark.usefixtures("fast_and_safe")
-    def test_of_two_with_the_same_priority_the_first_by_name_is_taken(self) -> None:
-        with installed("eager", "cuda", priority=10), installed("other", "cuda", priority=10):
-            assert chosen(None) == "eager"
-            assert chosen("fast") == "fast"
-        with installed("other", "cuda", priority=10):
-            assert (chosen(None), chosen(None, BIAS)) == ("fast", "other")
-
     def test_of_two_with_the_same_priority_ours_is_taken(self, install: Any) -> None:
-        source = """
-            from ringattn_core.contract.backend import Backend
-            BACKEND = Backend("{name}", 1, ("cuda",), (), kernel="{name}_kernel:KERNEL")
-        """
-        kernel = "class K: forward = backward = lambda *_: None\nKERNEL = K()"
-
         def put(name: str, distribution: str) -> None:
-            modules = {f"{name}_descriptor": source.format(name=name), f"{name}_kernel": kernel}
-            install(distribution, {name: f"{name}_descriptor:BACKEND"}, modules)
+            source = f"""
+                from ringattn_core.contract.backend import Backend
+                BACKEND = Backend("{name}", 1, ("cuda",), (), kernel="{name}_plugin:KERNEL")
+                class Kernel: forward = lambda *_: None
+                KERNEL = Kernel()
+            """
+            install(distribution, {name: f"{name}_plugin:BACKEND"}, {f"{name}_plugin": source})
 
         put("a", "of-a-stranger")
         put("triton", "ringattn-triton")
-        assert chosen(None, frozenset()) == "triton"
         put("tpu", "also-of-a-stranger")
         assert chosen(None, frozenset()) == "triton", "only ringattn's own distribution has precedence"
 
