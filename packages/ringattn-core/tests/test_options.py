@@ -12,13 +12,11 @@ from ringattn_conformance.ranks import Placement, place
 from ringattn_core import Feature, per_shard, ring_attention
 from ringattn_core.backends.selection import select
 from ringattn_core.call import dispatch
-from ringattn_core.call.entry import OTHER_NAMES
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
 
 T, N = 8, 2
 Q, K, V = (jax.random.normal(key, (1, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3))
-OPERANDS = {"query", "key", "value"}
 
 
 @pytest.mark.parametrize(
@@ -44,26 +42,18 @@ def test_a_call_needs_the_features_that_the_conformance_suite_says(
     assert needed == [case.needs | placement.needs]
 
 
-@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
-def test_names_of_other_libraries_are_told_the_right_one(name: str) -> None:
-    attend = per_shard("xla") if name == "cfg" else ring_attention
-    with pytest.raises(InputError) as error:
-        attend(Q, K, V, **{name: 3})
-    assert f"{name}: is not an argument of ring_attention. Pass {' and '.join(OTHER_NAMES[name])}" == str(error.value)
-
-
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("causl", "Pass causal"), ("zzz", "Its arguments are query, key, value, softmax_aux, bias,")]
+    ("attend", "name", "remedy"),
+    [
+        (ring_attention, "segment_ids", "Pass q_segment_ids and kv_segment_ids"),
+        (per_shard("xla"), "cfg", "Pass fwd_params and bwd_params"),
+        (ring_attention, "causl", "Pass causal"),
+        (ring_attention, "zzz", "Its arguments are query, key, value, softmax_aux, bias,"),
+    ],
 )
-def test_a_misspelt_name_is_told_the_nearest_or_all_of_them(name: str, remedy: str) -> None:
+def test_an_unknown_name_is_told_the_right_one_or_all_of_them(attend: Any, name: str, remedy: str) -> None:
     with pytest.raises(InputError, match=f"{name}: is not an argument of ring_attention. {remedy}"):
-        ring_attention(Q, K, V, **{name: True})
-
-
-@pytest.mark.parametrize("attend", [ring_attention, per_shard("xla")])
-def test_a_removed_option_is_unknown(attend: Any) -> None:
-    with pytest.raises(InputError, match="two_way: is not an argument of ring_attention"):
-        attend(Q, K, V, two_way=True)
+        attend(Q, K, V, **{name: True})
 
 
 @pytest.mark.parametrize("arguments, given", [((Q,), {}), ((Q, K, V), {"key": K}), ((Q, K, V, *[None] * 15), {})])
