@@ -31,7 +31,6 @@ OPERANDS = {
     "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
     "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
     "mixed dtypes": ((*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)), "value: has dtype bfloat16 but query has"),
-    "batches that differ": ((arrays()[0], ones(3, T, K, H), ones(3, T, K, H)), "key: has shape (3, 8, 2, 8). It needs"),
     "head sizes that differ": ((arrays()[0], ones(B, T, K, 4), arrays()[2]), "key: has shape (2, 8, 2, 4). It needs"),
     "fewer values than keys": ((*arrays()[:2], ones(B, 7, K, H)), "value: has shape (2, 7, 2, 8). It needs (2, 8, 2,"),
     "heads that do not divide": ((arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)), "key: has 3 heads, which do not"),
@@ -53,7 +52,6 @@ def test_operands_that_no_backend_could_use_are_refused(name: str):
 OPTIONS = {
     "negative window": (dict(sliding_window=-1), "sliding_window: got -1"),
     "window of three sides": (dict(sliding_window=(1, 2, 3)), "sliding_window: got (1, 2, 3)"),
-    "window of a fraction": (dict(sliding_window=(1.5, 2)), "sliding_window: got 1.5"),
     "chunk of zero": (dict(chunk_size=0), "chunk_size: got 0"),
     "soft cap that leaves float32 no digits": (dict(logits_soft_cap=1e31), "logits_soft_cap: got 1e+31"),
     "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
@@ -63,11 +61,8 @@ OPTIONS = {
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has dtype float64."),
     "a seed beyond 32 bits, without dropout": (dict(dropout_seed=2**32), "dropout_seed: has the value 4294967296"),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has dtype key"),
-    "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
-    "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
     "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
-    "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
     "segment ids that would wrap": (
         dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)), "q_segment_ids: has the value 2147483649"
     ),
@@ -75,7 +70,6 @@ OPTIONS = {
     "positions on the device": (
         lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))), "kv_positions: has the value"
     ),
-    "short positions": (dict(q_positions=np.arange(3)), "q_positions: has shape (3,)"),
     "slopes for key heads": (dict(alibi_slopes=ones(K)), "alibi_slopes: has shape (2,)"),
     "mask of numbers": (dict(attention_mask=ones(1, 1, T, T)), "attention_mask: has dtype float32"),
     "mask of one row": (dict(attention_mask=np.ones((1, 1, 1, T), bool)), "attention_mask: has shape (1, 1, 1, 8)"),
@@ -108,12 +102,11 @@ def test_options_that_make_no_sense_are_refused(name: str):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("argument", ["q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions"])
+@pytest.mark.parametrize("argument", ["q_segment_ids", "kv_positions"])
 def test_one_side_given_alone_needs_as_many_queries_as_keys(argument: str):
     q, (_, k, v) = arrays(4)[0], arrays(6)
-    length = 4 if argument.startswith("q_") else 6
     with pytest.raises(InputError, match=f"{argument}: is given alone, but there are 4 queries and 6 keys"):
-        ring_attention(q, k, v, **{argument: np.zeros((B, length), int)})
+        ring_attention(q, k, v, **{argument: np.zeros((B, 4 if argument.startswith("q_") else 6), int)})
 
 
 def test_seeds_of_32_bits_are_kept_as_they_are():
