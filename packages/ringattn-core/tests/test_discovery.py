@@ -26,7 +26,6 @@ PLUGIN = """
     )
 """
 KERNEL = """
-    import sys
     def taken(*_): raise AssertionError("a broken kernel was called")
     class Kernel:
         forward = backward = taken
@@ -42,7 +41,6 @@ KERNEL = """
     EQUAL = type("Equal", (Kernel,), {"__eq__": lambda *_: True})()
     def no(): return False
     def crash(): raise OSError("libfoo.so: \\n  cannot open")
-    def leave(): sys.exit("no GPU")
     def two(device, strict): return None
     async def later(): return None
 """
@@ -53,12 +51,8 @@ FIELDS = {
     "an API of the future": ("api=2, platforms=3", "speaks backend API 2; this ringattn-core speaks 1"),
     "one platform as text": ("platforms='cpu'", "platforms must be a tuple of names"),
     "features in a mapping": ("features={Feature.CAUSAL: True}", "must be a set or a tuple of members of Feature"),
-    "a reason of None": ("reasons={Feature.BIAS: None}", "reasons must be a mapping from members of Feature"),
     "a kernel that is an object": ("kernel=Odd()", "RuntimeError: no text"),
     "neither kernel nor ring": ("kernel=None", "exactly one of self.kernel=None and self.ring=None"),
-    "a priority of text": ("priority='high'", "priority must be an integer"),
-    "heads of nothing": ("largest_head=0", "largest_head must be a positive integer or None"),
-    "multiples of nothing": ("head_multiple=None", "head_multiple must be a positive integer"),
     "a field that is unknown": ("colour=1", "TypeError: Backend.__init__() got an unexpected keyword argument"),
 }
 """Fields of a descriptor that replace those of a good one, and what the sentence says."""
@@ -67,7 +61,6 @@ SOURCES = {
     "a syntax error": ("def", "SyntaxError: invalid syntax"),
     "an error without text": ("raise Other", "Other: its message cannot be read"),
     "no descriptor": ("x = 1", "AttributeError: module 'bad_plugin' has no attribute 'BACKEND'"),
-    "a dict": ("BACKEND = FIELDS", "expected a ringattn_core.Backend, got dict"),
     "an object without a repr": ("BACKEND = Odd()", "expected a ringattn_core.Backend, got Odd"),
 }
 """Source of the module of a descriptor, and what the sentence says."""
@@ -81,7 +74,6 @@ LOADED = {
     "a ring with other arguments": ("kernel=None, ring='bad_kernel:two'", "cannot load bad_kernel:two"),
     "a probe that returns False": ("probe='bad_kernel:no'", "it returned False, and must return None or a sentence"),
     "a probe that raises": ("probe='bad_kernel:crash'", "failed: OSError: libfoo.so: cannot open"),
-    "a probe that exits": ("probe='bad_kernel:leave'", "failed: SystemExit: no GPU"),
     "a probe that is a coroutine": ("probe='bad_kernel:later'", "it returned <coroutine object later"),
 }
 """Fields of a good descriptor whose kernel or probe is broken, and what the sentence says."""
