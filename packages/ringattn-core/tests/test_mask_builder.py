@@ -77,18 +77,11 @@ JNP = "Use `&`, `|`, `~` and functions of jax.numpy in it"
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "and": (lambda: Causal() and Full(), "mask: Causal has no truth value", AND),
     "a chunk beyond int32": (lambda: Chunked(2**31), "Chunked(size=...): got 2147483648", "It needs"),
-    "a window that is an array": (
-        lambda: Local(np.array(3), 0),
-        "Local(left=...): got array(3)",
-        "It needs an integer",
-    ),
-    "a window beyond int32": (lambda: Local(3, 2**31), "Local(right=...): got 2147483648", "It needs"),
     "documents of two axes": (lambda: Document(IDS, IDS[None]), "Document(kv_ids=...): got int64 of shape (1, 4)", ""),
     "documents beyond int32": (lambda: Document(IDS + 2**31), "Document(q_ids=...): has values from 2147483648", ""),
     "a traced array": (lambda: jax.jit(lambda x: Numpy(x) and x)(HOST), "Numpy: is traced", ""),
     "an array to be added": (lambda: Numpy(np.where(HOST, 0.0, -np.inf)), "Numpy: got float64 of shape (4, 4)", ""),
     "a number": (lambda: Predicate(3), "Predicate: got 3", "It needs a function"),  # pyright: ignore[reportArgumentType]
-    "nothing returned": (lambda: traced(lambda i, j: None), "returned NoneType", "It needs booleans"),
     "NumPy and": (lambda: HOST & Causal(), "mask: got ndarray", ARRAY),
     "raises": (lambda: built(fails), "mask_builder: called with (4, 4, 2, 0, 2) it raised KeyError", "-> mask"),
     "traced": (
@@ -97,12 +90,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "Make it with NumPy",
     ),
     "predicate and": (lambda: traced(lambda i, j: i >= j and j >= 0), "takes the truth value of an array", JNP),
-    "predicate NumPy": (lambda: traced(lambda i, j: np.asarray(i) >= j), "to a NumPy function", "jax.numpy"),
     "predicate on the host": (
         lambda: Predicate(lambda i, j: 0 <= i <= j).visible(*[Coordinates(np.arange(T), np.arange(T))] * 2),
         "takes the truth value of an array",
         JNP,
     ),
+    "predicate NumPy": (lambda: traced(lambda i, j: np.asarray(i) >= j), "to a NumPy function", "jax.numpy"),
 }
 
 
