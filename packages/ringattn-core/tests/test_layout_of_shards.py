@@ -45,7 +45,7 @@ def test_a_split_array_is_reordered_and_stays_split(kind: str, layout: str, jit:
         same(back(laid, layout, ranks), WHOLE, sharding)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_ring_of_another_size_than_the_shards_is_reordered_too(layout: str, ranks: int) -> None:
     for kind in KINDS:
@@ -54,7 +54,7 @@ def test_a_ring_of_another_size_than_the_shards_is_reordered_too(layout: str, ra
         np.testing.assert_array_equal(np.asarray(got), to_layout(WHOLE, layout, ranks))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_exchange_and_its_gradient_are_right_for_every_ring(layout: str, ranks: int) -> None:
     mesh = mesh_of("explicit", 8 // ranks, ranks)
