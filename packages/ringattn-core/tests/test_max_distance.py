@@ -14,7 +14,6 @@ from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import Shards
 from ringattn_core.ring.plan import rows_seen
-from ringattn_core.strategies.run import strategy_of
 from rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
@@ -80,12 +79,6 @@ def test_only_rows_within_the_distance_travel(
     layout: str, options: dict[str, Any], sent: dict[int, tuple[int, int]]
 ) -> None:
     assert rows(layout, **options) == {0: (0, 12)} | sent
-
-
-def test_auto_takes_the_ring_where_the_distance_leaves_out_keys() -> None:
-    for options, strategy in (({}, "ulysses"), ({"max_distance": FARTHEST}, "ring")):
-        call = validated(QUERY, QUERY, QUERY, q_segment_ids=IDS, strategy="auto", ranks=1, **options)
-        assert strategy_of(None, call, (4, 4)) == strategy
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from ringattn_conformance import tolerances
@@ -13,7 +13,10 @@ from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, place, with_gradients
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
 from ringattn_core.contract import packing
+from ringattn_core.strategies.run import strategy_of
+from rings import mesh_of, query_key_value
 from traced_calls import forget_traced_calls
 
 OUTER, INNER = "outer", "inner"
@@ -116,36 +119,26 @@ def test_over_two_axes_ulysses_goes_over_the_inner_and_the_ring_over_the_outer(c
     agrees(case, placement, outer=2)
 
 
-def collectives(loss: Any, *operands: Any) -> tuple[int, int]:
-    """How many permutes and how many all-to-alls the program has."""
-    text = str(jax.make_jaxpr(loss)(*operands))
-    return text.count("ppermute["), text.count("all_to_all[")
-
-
-AUTO: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
-    # Options of a causal call with 8 query heads, its query and key heads, and the strategy that "auto" takes.
-    "key heads that the ranks divide": ({}, (8, 4), "ulysses"),
-    "key heads that they do not divide": ({}, (8, 2), "ring"),
-    "a window that leaves out hops": ({"sliding_window": (5, 0)}, (8, 4), "ring"),
-    "a window that leaves out none": ({"sliding_window": (64, 0)}, (8, 4), "ulysses"),
-    "chunks of a shard": ({"chunk_size": 16}, (8, 4), "ring"),
-    "chunks where queries have an offset": ({"chunk_size": 16, "query_offset": 0}, (8, 4), "ulysses"),
-    "a window in zigzag order": ({"sliding_window": (5, 0), "layout": "zigzag"}, (8, 4), "ring"),
-    "a window in striped order": ({"sliding_window": (5, 0), "layout": "striped"}, (8, 4), "ulysses"),
+AUTO: dict[str, tuple[dict[str, Any], int, str]] = {
+    # Options of a causal call with 8 query heads, its key heads, and the strategy that "auto" takes on 4 ranks.
+    "key heads that the ranks divide": ({}, 4, "ulysses"),
+    "key heads that they do not divide": ({}, 2, "ring"),
+    "a window that leaves out hops": ({"sliding_window": (5, 0)}, 4, "ring"),
+    "a window that leaves out none": ({"sliding_window": (64, 0)}, 4, "ulysses"),
+    "a distance that leaves out keys": ({"max_distance": 9, "q_segment_ids": np.zeros((1, 16), int)}, 4, "ring"),
+    "chunks of a shard": ({"chunk_size": 16}, 4, "ring"),
+    "chunks where queries have an offset": ({"chunk_size": 16, "query_offset": 0}, 4, "ulysses"),
+    "a window in zigzag order": ({"sliding_window": (5, 0), "layout": "zigzag"}, 4, "ring"),
+    "a window in striped order": ({"sliding_window": (5, 0), "layout": "striped"}, 4, "ulysses"),
 }
 
 
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_is_the_ring_where_masks_leave_out_hops_else_ulysses_where_key_heads_divide(name: str):
-    options, (heads, key_heads), wanted = AUTO[name]
-    mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
-    operands = [jnp.ones((1, 64, count, 8)) for count in (heads, key_heads, key_heads)]
-
-    def loss(strategy: str) -> Any:
-        call = functools.partial(ring_attention, mesh=mesh, axis_name="sp", causal=True, strategy=strategy, **options)
-        return jax.grad(lambda *x: jnp.sum(call(*x) ** 2), (0, 1, 2))
-
-    assert collectives(loss("auto"), *operands) == collectives(loss(wanted), *operands)
+    options, key_heads, wanted = AUTO[name]
+    shard = query_key_value(1, 16, 8, key_heads)
+    call = validated(*shard, ranks=4, causal=True, strategy="auto", **options)
+    assert strategy_of(None, call, (4, 4)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -153,20 +146,18 @@ def test_auto_is_the_ring_where_masks_leave_out_hops_else_ulysses_where_key_head
     [({"outer": 2, "inner": 2}, "ulysses"), ({"outer": 4, "inner": 1}, "ring"), ({"outer": 1, "inner": 4}, "ulysses")],
 )
 def test_auto_counts_the_ranks_of_the_last_axis(axes: dict[str, int], wanted: str):
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * 2)
-    operands = [jnp.ones((1, 64, 4, 8)) for _ in range(3)]
+    operands = query_key_value(1, 64, 4, 4)
 
-    def call(strategy: str) -> Any:
-        return functools.partial(ring_attention, mesh=mesh, axis_name=tuple(axes), strategy=strategy)
+    def program(strategy: str) -> str:
+        options: dict[str, Any] = {"mesh": mesh_of(**axes), "axis_name": tuple(axes), "strategy": strategy}
+        return str(jax.make_jaxpr(functools.partial(ring_attention, **options))(*operands))
 
-    assert collectives(call("auto"), *operands) == collectives(call(wanted), *operands)
+    assert program("auto").count("all_to_all[") == program(wanted).count("all_to_all[")
 
 
 def test_auto_is_the_ring_of_a_backend_that_drives_its_own():
     own = Backend("own", 1, ("cpu",), tuple(Feature), ring="nowhere:RING")
-    seen = []
-    mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
-    x = jnp.ones((1, 64, 4, 8))
-    with discovery.registered(own, lambda query, **options: seen.append(options.get("strategy")) or query):
-        ring_attention(x, x, x, backend="own", strategy="auto", mesh=mesh, axis_name="sp")
-    assert set(seen) <= {"ring", None}
+    x = query_key_value(1, 64, 4, 4)
+    with discovery.registered(own, lambda query, **options: 2 * query):
+        out = ring_attention(*x, backend="own", strategy="auto", mesh=mesh_of(sp=4), axis_name="sp")
+    assert (out == 2 * x[0]).all()
