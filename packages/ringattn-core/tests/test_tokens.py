@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, halo, layout_batch, shift, to_layout, write_cache
 from ringattn_core.errors import InputError, MeshError
 from ringattn_core.placement.layout import LAYOUTS
+from rings import mesh_of
 
 B, T, C = 2, 48, 2
 DRAW = np.random.default_rng(0)
@@ -23,19 +24,17 @@ FORMS = ("automatic", "explicit", "own shard_map")
 # Every layout on every ring, each layout in every form.
 CASES = pytest.mark.parametrize(
     ("ranks", "layout", "form"),
-    [(d, layout, FORMS[(i + j) % 3]) for j, layout in enumerate(LAYOUTS) for i, d in enumerate((1, 2, 3, 4, 8))],
+    [(d, layout, FORMS[(i + j) % 3]) for j, layout in enumerate(LAYOUTS) for i, d in enumerate((1, 3, 4, 8))],
 )
 
 
-def mesh_of(form: str, **sizes: int) -> Mesh:
-    kind = AxisType.Explicit if form == "explicit" else AxisType.Auto
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+def mesh_in(form: str, **sizes: int) -> Mesh:
+    return mesh_of(AxisType.Explicit if form == "explicit" else AxisType.Auto, **sizes)
 
 
 def on(form: str, ranks: int, function: Callable[..., Any], split: tuple[bool, ...]) -> Callable[..., Any]:
     """`function` of arrays over a ring of `ranks`, in one of `FORMS`; the ring splits axis 1 of an array if `split`."""
-    mesh = mesh_of(form, dp=1 if ranks == 8 else 2, sp=ranks)
+    mesh = mesh_in(form, dp=1 if ranks == 8 else 2, sp=ranks)
     specs = tuple(P("dp", "sp" if tokens else None) for tokens in split)
     if form == "own shard_map":
         return jax.shard_map(lambda *x: function(*x, axis_name="sp"), mesh=mesh, in_specs=specs, out_specs=specs[0])
@@ -83,8 +82,11 @@ def test_shift_and_halo_are_those_of_the_whole_sequence_with_their_gradients(
 @pytest.mark.parametrize(
     ("ranks", "layout", "form"),
     [
-        *((1, "zigzag", FORMS[0]), (2, "contiguous", FORMS[2]), (2, "striped", FORMS[1]), (3, "zigzag", FORMS[2])),
-        *((4, "striped", FORMS[0]), (8, "contiguous", FORMS[1]), (8, "zigzag", FORMS[0])),
+        (1, "zigzag", FORMS[0]),
+        (2, "contiguous", FORMS[2]),
+        (3, "zigzag", FORMS[1]),
+        (4, "striped", FORMS[2]),
+        (8, "zigzag", FORMS[0]),
     ],
 )
 def test_a_cache_gets_the_entries_of_its_own_positions_with_their_gradients(ranks: int, layout: str, form: str) -> None:
@@ -103,7 +105,7 @@ def test_a_cache_gets_the_entries_of_its_own_positions_with_their_gradients(rank
 
 
 def test_only_the_halo_travels_and_a_cache_is_written_in_place() -> None:
-    mesh = mesh_of("automatic", dp=2, sp=4)
+    mesh = mesh_in("automatic", dp=2, sp=4)
     x = jax.device_put(X, NamedSharding(mesh, P("dp", "sp")))
     ring: dict[str, Any] = {"mesh": mesh, "axis_name": "sp"}
     for layout, permutes in (("contiguous", 1), ("zigzag", 2)):
@@ -121,7 +123,7 @@ def test_only_the_halo_travels_and_a_cache_is_written_in_place() -> None:
 @pytest.mark.parametrize("form", ["automatic", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_is_placed_in_layout_order_with_what_follows_from_tokens_and_documents(layout: str, form: str) -> None:
-    mesh = mesh_of(form, data=2, sp=4)
+    mesh = mesh_in(form, data=2, sp=4)
     tokens, image = DRAW.integers(1, 100, (B, T)), DRAW.normal(size=(B, T, 3))
     batch = layout_batch({"tokens": tokens, "segment_ids": IDS, "image": image}, layout, mesh)
     wanted = {
@@ -147,10 +149,10 @@ def test_a_batch_is_placed_in_layout_order_with_what_follows_from_tokens_and_doc
 def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
     np.testing.assert_array_equal(shift(X, 2, segment_ids=IDS), moved(X, 2, IDS).astype(np.float32))
     assert int(shift(IDS, 60, fill=-1).max()) == -1
-    by_rows = jax.device_put(np.tile(X, (4, 1, 1)), NamedSharding(mesh_of("automatic", sp=8), P("sp")))
+    by_rows = jax.device_put(np.tile(X, (4, 1, 1)), NamedSharding(mesh_in("automatic", sp=8), P("sp")))
     found = shift(by_rows, 2, mesh=by_rows.sharding.mesh, axis_name="sp")  # the ring splits another axis before
     np.testing.assert_array_equal(found[:B], moved(X, 2, None).astype(np.float32))
-    with jax.set_mesh(mesh_of("explicit", sp=8)):
+    with jax.set_mesh(mesh_in("explicit", sp=8)):
         np.testing.assert_array_equal(shift(X, 2, axis_name="sp"), moved(X, 2, None).astype(np.float32))
     np.testing.assert_array_equal(write_cache(X, X[:, :1], jnp.array([T - 1]))[:, -1], X[:, 0])
 
@@ -158,13 +160,10 @@ def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda ring: halo(X, 13, **ring), "width: 13 is more than the 12 consecutive tokens that each of 4 ranks"),
-        (lambda ring: shift(X, 7, layout="zigzag", **ring), "n: 7 is more than the 6 consecutive"),
+        (lambda ring: halo(X, 7, layout="zigzag", **ring), "width: 7 is more than the 6 consecutive tokens that each"),
         (lambda ring: halo(X, -1, **ring), "width: got -1. Pass how many tokens before each"),
         (lambda ring: shift(X, 1.5, **ring), "n: got 1.5. Pass an integer"),
         (lambda ring: shift(X, 1, segment_ids=IDS[:, 1:], **ring), "segment_ids: has shape"),
-        (lambda ring: shift(X[:, 1:], 1, **ring), "needs lengths that 4 divides, but x has 47. Pad it to 48"),
-        (lambda ring: shift(X, 1, mesh=ring["mesh"], axis_name="tp"), "'tp' is not an axis of the mesh"),
         (lambda ring: shift(X, 1, axis_name="sp"), "is not an axis of any shard_map around this call. Pass mesh="),
         (lambda ring: write_cache(X, X[:, :1, :1], [3], **ring), "new: has shape"),
         (lambda ring: write_cache(X, X[:, :2], jnp.array([3]), **ring), "positions: has shape"),
@@ -172,10 +171,10 @@ def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
         (lambda ring: layout_batch({"token": IDS}, "striped", ring["mesh"]), "batch: has 'token'. Pass arrays"),
         (lambda ring: layout_batch({"tokens": IDS}, "striped", None), "mesh is NoneType. Pass a jax.sharding.Mesh"),
         (lambda ring: layout_batch({"tokens": IDS, "segment_ids": IDS[:1]}, "striped", ring["mesh"]), "segment_ids:"),
-        (lambda _: layout_batch({"tokens": IDS[:1]}, "striped", mesh_of("automatic", dp=2, sp=4)), "rows: there are 1"),
+        (lambda _: layout_batch({"tokens": IDS[:1]}, "striped", mesh_in("automatic", dp=2, sp=4)), "rows: there are 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_a_remedy(call: Callable[[dict[str, Any]], Any], said: str) -> None:
     with pytest.raises((InputError, MeshError)) as caught:
-        call({"mesh": mesh_of("automatic", sp=4), "axis_name": "sp"})
+        call({"mesh": mesh_in("automatic", sp=4), "axis_name": "sp"})
     assert said in str(caught.value)
