@@ -45,14 +45,6 @@ def seen(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> 
     return {(int(offset), int(row)) for offset, row in zip((reader - owner) % ranks, row, strict=True)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", RULES)
-def test_every_hop_that_some_query_can_use_is_made(name: str, layout: str):
-    for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4), (2, 4, 6)):
-        made = set(rows_seen(RULES[name], Shards(layout, ranks), (q_length, kv_length)))
-        assert {offset for offset, _ in seen(RULES[name], layout, ranks, q_length, kv_length)} <= made
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_in_the_contiguous_layout_no_other_hop_is_made(name: str):
     for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4), (2, 4, 6)):
@@ -63,7 +55,7 @@ def test_in_the_contiguous_layout_no_other_hop_is_made(name: str):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_every_row_that_some_query_sees_travels(name: str, layout: str):
-    for ranks, q_length, kv_length in itertools.product((2, 3, 8), (4, 16), (8, 12, 16)):
+    for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4, 16), (2, 6, 12)):
         rows = rows_seen(RULES[name], Shards(layout, ranks), (q_length, kv_length))
         for offset, row in seen(RULES[name], layout, ranks, q_length, kv_length):
             assert rows[offset][0] <= row < rows[offset][1]
