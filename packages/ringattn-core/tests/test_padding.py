@@ -12,21 +12,19 @@ from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
 from ringattn_xla.block import XlaKernel
-from rings import mesh_of
+from rings import mesh_of, query_key_value
 
 LENGTH, BAD = 12, 5
 MESHES = [None, 4]
 
 
 def attend(ranks: int | None, *x: Any, **options: Any) -> Any:
-    if ranks is None:
-        return ring_attention(*x, **options)
-    mesh = mesh_of(sp=ranks)
-    return ring_attention(*x, mesh=mesh, axis_name="sp", **options)
+    over: dict[str, Any] = {} if ranks is None else {"mesh": mesh_of(sp=ranks), "axis_name": "sp"}
+    return ring_attention(*x, **over, **options)
 
 
 def arrays() -> list[jax.Array]:
-    return [jax.random.normal(key, (1, LENGTH, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)]
+    return query_key_value(1, LENGTH, 2, 2, 4)
 
 
 def tokens_with_nan(x: jax.Array) -> set[int]:
@@ -67,17 +65,9 @@ def test_a_sink_that_is_nan_or_infinite_reaches_every_row_of_its_head(value: flo
 
 
 @pytest.mark.usefixtures("install")
-def test_a_backend_without_ids_is_refused_for_padding_in_the_words_of_the_caller() -> None:
-    features = {feature for feature in Feature if feature is not Feature.SEGMENT_IDS}
-    thin = Backend("thin", 1, ("cpu",), features, kernel="a:b")
-    mesh, x = jax.make_mesh((4,), ("sp",), devices=jax.devices()[:4]), jnp.ones((1, 13, 2, 8))
-    ids = jnp.zeros((1, 13), jnp.int32)
-    note = "Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not 13."
-    with discovery.registered(thin, XlaKernel()):
-        for backend, kind in (("thin", UnsupportedFeatureError), (None, NoBackendError)):
-            with pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
-                ring_attention(x, x, x, mesh=mesh, axis_name="sp", backend=backend)
-            assert note in caught.value.__notes__
-            with pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
-                ring_attention(x, x, x, mesh=mesh, axis_name="sp", q_segment_ids=ids, backend=backend)
-            assert note not in getattr(caught.value, "__notes__", ())
+@pytest.mark.parametrize(("backend", "kind"), [("thin", UnsupportedFeatureError), (None, NoBackendError)])
+def test_a_backend_without_ids_is_refused_for_padding_in_the_words_of_the_caller(backend: Any, kind: Any) -> None:
+    thin = Backend("thin", 1, ("cpu",), {*Feature} - {Feature.SEGMENT_IDS}, kernel="a:b")
+    with discovery.registered(thin, XlaKernel()), pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
+        ring_attention(*[jnp.ones((1, 13, 2, 8))] * 3, mesh=mesh_of(sp=4), axis_name="sp", backend=backend)
+    assert "Pass lengths that the ring divides, not 13." in caught.value.__notes__[0]
