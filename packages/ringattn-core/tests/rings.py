@@ -19,9 +19,9 @@ def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
 
 
-def drawn(*shapes: tuple[int, ...], dtype: Any = None) -> list[jax.Array]:
-    """Normal numbers of these shapes."""
-    return [jax.random.normal(jax.random.key(number), shape, dtype) for number, shape in enumerate(shapes)]
+def drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Normal numbers of these shapes, in float32."""
+    return [jax.random.normal(jax.random.key(number), shape, jnp.float32) for number, shape in enumerate(shapes)]
 
 
 def query_key_value(batch: int, length: int, heads: int, key_heads: int, size: int = 8) -> list[jax.Array]:

@@ -12,32 +12,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 from ringattn_core import decode_attention, masks, prefill_attention, ring_attention
 from ringattn_core.call.cache import SENT
+from rings import mesh_of, query_key_value
 
-B, T, N, K, H = 2, 32, 4, 2, 8
+B, T, N, K = 2, 32, 4, 2
 LENGTHS = jnp.array([32, 19], jnp.int32)
 IDS = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 8)[None].repeat(B, 0)
 PADDED = IDS.at[:, 27:].set(-1)
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
-
-
-def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "sp"))
-
+RING: dict[str, Any] = {"mesh": mesh_of(data=2, sp=4), "axis_name": "sp"}
 
 # In each line: the arrays that are differentiated beside query, key and value; and the other options.
 CALLS: dict[str, tuple[dict[str, jax.Array], dict[str, Any]]] = {
     "padding": ({}, {"q_segment_ids": PADDED}),
     "rows that see nothing": ({}, {"attention_mask": jnp.zeros((1, 1, T, T), bool)}),
     "mask of each head": ({}, {"mask_builder": lambda q, k, heads, head, copies: masks.Local(head + 1)}),
-    "shared sinks and padding": ({"softmax_aux": normal(3, 3)}, {"q_segment_ids": PADDED}),
+    "shared sinks and padding": ({"softmax_aux": jnp.arange(3.0)}, {"q_segment_ids": PADDED}),
     "bias of -1e9": ({"bias": jnp.full((1, 1, T, T), -1e9, jnp.float32)}, {}),
     "dropout": ({}, {"dropout_prob": 0.3, "dropout_seed": 3}),
 }
@@ -47,30 +40,28 @@ EVERYWHERE = pytest.mark.parametrize("on_mesh", [False, True], ids=["one device"
 def gradient_of(call: str, on_mesh: bool, **more: Any) -> tuple[Any, tuple[Any, ...]]:
     """A function that returns the loss of a call and its gradients, and arguments for it."""
     extra, options = CALLS[call]
-    options = options | ({"mesh": mesh(), "axis_name": "sp"} if on_mesh else {}) | more
+    options = options | (RING if on_mesh else {}) | more
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, extra: dict[str, jax.Array]) -> jax.Array:
         given = dict(extra)
         arrays = (q, k, v, given.pop("softmax_aux", None), given.pop("bias", None))
         return jnp.sum(jnp.sin(ring_attention(*arrays, **options, **given)))
 
-    q, k, v = (normal(seed, B, T, heads, H) for seed, heads in enumerate((N, K, K)))
-    return jax.value_and_grad(loss, (0, 1, 2, 3)), (q, k, v, extra)
+    return jax.value_and_grad(loss, (0, 1, 2, 3)), (*query_key_value(B, T, N, K), extra)
 
 
 class TestSixtyFourBits:
     @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
     def test_no_strategy_promotes(self, strategy: str):
-        two = Mesh(np.array(jax.devices()[:2]), ("sp",))
         with jax.enable_x64(True):
-            gradient, arguments = gradient_of("dropout", True, strategy=strategy, query_offset=3, mesh=two)
+            gradient, arguments = gradient_of("dropout", True, strategy=strategy, query_offset=3, mesh=mesh_of(sp=2))
             jax.make_jaxpr(gradient)(*arguments)
 
     @pytest.mark.parametrize("attend", [decode_attention, *(partial(prefill_attention, send=x) for x in SENT)])
     def test_attention_to_a_cache_promotes_no_rank_and_no_dtype(self, attend: Any):
         with jax.enable_x64(True):
-            q, cache = normal(0, B, 8, N, H), normal(1, B, T, K, H)
-            jax.make_jaxpr(lambda q, x: attend(q, x, x, LENGTHS, mesh=mesh(), axis_name="sp"))(q, cache)
+            q, cache, _ = query_key_value(B, T, N, K)
+            jax.make_jaxpr(lambda q, x: attend(q, x, x, LENGTHS, **RING))(q[:, :8], cache)
 
 
 @contextlib.contextmanager
@@ -93,13 +84,13 @@ class TestLeaks:
 
     def test_the_exchange_of_heads_leaks_no_tracer(self):
         """Fewer key heads than ranks, so keys are copied. JAX's own `all_to_all` leaks tracers where it is derived."""
-        attend = partial(ring_attention, mesh=Mesh(jax.devices()[:2], ("sp",)), axis_name="sp", strategy="ulysses")
+        attend = partial(ring_attention, mesh=mesh_of(sp=2), axis_name="sp", strategy="ulysses")
         with leaks_refused():
-            jax.make_jaxpr(attend)(normal(0, B, T, 2, H), *[normal(1, B, T, 1, H)] * 2)
+            jax.make_jaxpr(attend)(*query_key_value(B, T, 2, 1))
 
     def test_vmap_leaks_no_tracer(self):
         with leaks_refused():
-            jax.make_jaxpr(jax.vmap(lambda q: ring_attention(q, q, q, causal=True)))(normal(0, 3, B, T, N, H))
+            jax.make_jaxpr(jax.vmap(lambda q: ring_attention(q, q, q, causal=True)))(jnp.ones((3, B, T, N, 8)))
 
 
 class TestNansAndInfinities:
