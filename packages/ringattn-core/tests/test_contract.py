@@ -14,7 +14,7 @@ from ringattn_core import Backend, Feature, Gradients, Partial, masks, ring_atte
 from ringattn_core.backends import discovery
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
-from rings import mesh_of
+from rings import close, mesh_of
 
 EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=frozenset(Feature))
 
@@ -51,9 +51,7 @@ def differentiate(kernel: Odd) -> Any:
     [
         (dict(forward=(1, 2)), "Odd.forward returned tuple. Return a Partial"),
         (dict(lse=jnp.ones((1, 4, 2))), "Odd.forward returned lse = float32[1, 4, 2]. Return float32[1, 2, 4]"),
-        (dict(out=jnp.ones((1, 4, 2, 8), jnp.bfloat16)), "Odd.forward returned out = bfloat16[1, 4, 2, 8]"),
         (dict(dbias=None), "Odd.backward returned dbias = None. Return float32[1, 2, 4, 4]"),
-        (dict(dk=jnp.ones((1, 4, 1, 8))), "Odd.backward returned dk = float32[1, 4, 1, 8]. Return float32[1, 4, 2, 8]"),
     ],
 )
 def test_a_result_of_another_shape_is_refused(replaced: dict[str, Any], message: str):
@@ -170,51 +168,34 @@ def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(ring
         with discovery.registered(EVERYTHING, kernel):
             got = jax.jit(jax.grad(transform(lambda *arrays: loss(*arrays, "odd")), by))(q, bias)
         assert set(kernel.fixed) == {1 not in by}
-        for x, y in zip(got, (wanted[number] for number in by), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
-def loss_of_two_calls(ring: int, fixed_first: bool, axis: str) -> Any:
-    """A loss with two calls; the bias of the first one is `constant` if `fixed_first`, else that of the second."""
-    mesh = mesh_of(**{axis: ring})
-
-    def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
-        return ring_attention(q, 2 * q, 3 * q, None, bias, backend="xla", mesh=mesh, axis_name=axis)
-
-    def loss(q: jax.Array, bias: jax.Array, constant: jax.Array) -> jax.Array:
-        order = (constant, bias) if fixed_first else (bias, constant)
-        return (attend(attend(q, order[0]), order[1]) ** 2).sum()
-
-    return loss
-
-
-def operands_of_two_calls() -> list[jax.Array]:
-    draw = np.random.default_rng(1)
-    q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((1, 8, 2, 4), (1, 2, 8, 8)))
-    return [q, bias, jnp.zeros_like(bias)]
-
-
-@functools.cache
-def gradients_with_every_bias(ring: int, fixed_first: bool) -> Any:
-    return jax.jit(jax.grad(loss_of_two_calls(ring, fixed_first, "every"), (0, 1, 2)))(*operands_of_two_calls())
+        close(got, tuple(wanted[number] for number in by), 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize(
     ("ring", "transform", "fixed_first"),
-    [(1, "plain", False), (2, "jit", False), (2, "remat", True)],
+    [(1, lambda f: f, False), (2, jax.jit, False), (2, jax.checkpoint, True)],
+    ids=["plain", "jit", "remat"],
 )
 def test_one_trace_may_differentiate_the_bias_of_one_call_and_not_of_another(
-    ring: int, transform: str, fixed_first: bool
+    ring: int, transform: Any, fixed_first: bool
 ):
     """JAX traces the call once, and differentiates that trace with respect to the bias and without it."""
-    # JAX keeps what it traced for a mesh; each case has another, which it has not seen.
-    loss = loss_of_two_calls(ring, fixed_first, f"{transform}_{fixed_first}")
-    loss = {"plain": loss, "jit": jax.jit(loss), "remat": jax.checkpoint(loss)}[transform]
-    got = jax.jit(jax.grad(loss, (0, 1)))(*operands_of_two_calls())
-    want = gradients_with_every_bias(ring, fixed_first)
+    draw = np.random.default_rng(1)
+    q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((1, 8, 2, 4), (1, 2, 8, 8)))
+
+    def loss(q: jax.Array, bias: jax.Array, constant: jax.Array, axis: str) -> jax.Array:
+        def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
+            return ring_attention(q, 2 * q, 3 * q, None, bias, mesh=mesh_of(**{axis: ring}), axis_name=axis)
+
+        order = (constant, bias) if fixed_first else (bias, constant)
+        return (attend(attend(q, order[0]), order[1]) ** 2).sum()
+
+    # JAX keeps what it traced for a mesh; each gradient and each case has another, which it has not seen.
+    every, some = (functools.partial(loss, axis=f"{name}_{ring}_{fixed_first}") for name in ("every", "some"))
+    want = jax.jit(jax.grad(every, (0, 1, 2)))(q, bias, 0 * bias)
+    got = jax.jit(jax.grad(transform(some), (0, 1)))(q, bias, 0 * bias)
     assert float(jnp.abs(want[1]).max()) > 1
-    for x, y in zip(got, want, strict=False):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+    close(got, want[:2], 1e-4, 1e-5)
 
 
 class Constant:
