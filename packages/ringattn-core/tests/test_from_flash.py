@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two functions of fused attention make a kernel whose rings agree with the xla backend in every layout."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from ringattn_core import Backend, Feature, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.errors import BackendLoadError
 from ringattn_core.ring import plan
-from rings import mesh_of
+from rings import close, differentiated, drawn, graded, mesh_of
 from traced_calls import equations
 
 CALLS: list[tuple[Any, ...]] = []
@@ -69,55 +69,29 @@ def flash() -> Iterator[None]:
         yield
 
 
-def arrays(length: int, dtype: Any = np.float32, scale: float = 1.0) -> list[jax.Array]:
-    draw, shapes = np.random.default_rng(length), ((2, length, 4, 8), (2, length, 2, 8), (2, length, 2, 6))
-    return [jnp.asarray(draw.standard_normal(shape) * scale, dtype) for shape in shapes]
+def arrays(length: int) -> list[jax.Array]:
+    return [*drawn((2, length, 4, 8), (2, length, 2, 8), (2, length, 2, 6)), jnp.linspace(-1, 2, 4)]
 
 
-def differentiated(backend: str, ranks: int, **options: Any) -> Any:
-    mesh = mesh_of(sp=ranks)
-
-    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        out = ring_attention(q, k, v, sinks, mesh=mesh, axis_name="sp", backend=backend, **options)
-        return jnp.sum(jnp.sin(3 * out.astype(jnp.float32))), out
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
-
-
-def agrees(ranks: int, operands: list[jax.Array], tolerance: float = 2e-5, **options: Any) -> None:
-    sinks = jnp.linspace(-1, 2, 4)
-    got, want = (differentiated(name, ranks, **options)(*operands, sinks) for name in ("flash", "xla"))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype
-        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1, np.abs(other).max()))
+def call(backend: str, ranks: int, **options: Any) -> Any:
+    over: dict[str, Any] = {"mesh": mesh_of(sp=ranks), "axis_name": "sp", "backend": backend, "causal": True}
+    return functools.partial(ring_attention, **over, **options)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 def test_scores_far_above_those_that_a_query_sees_do_not_reach_gradients(layout: str):
     """Keys after a query have scores hundreds above its log-sum-exp: their probabilities would be infinite."""
-    q, k, v = arrays(16)
-    rising = jnp.linspace(0, 40, 16)[None, :, None, None]
-    agrees(2, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
+    q, k, v, sinks = arrays(16)
+    operands = jnp.abs(q) + 1, jnp.abs(k) * 0.1 + jnp.linspace(0, 40, 16)[None, :, None, None], v, sinks
+    close(*(graded(call(name, 2, layout=layout), *operands) for name in ("flash", "xla")), 2e-3, 2e-3)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_a_backward_pass_that_takes_delta_has_the_cotangent_of_the_log_sum_exp(layout: str):
-    q, k, v = arrays(16)
-    sinks, mesh = jnp.linspace(-1, 2, 4), mesh_of(sp=2)
-
-    def gradients(backend: str) -> Any:
-        def loss(*operands: Any) -> Any:
-            options = {"mesh": mesh, "axis_name": "sp", "layout": layout, "backend": backend}
-            out, lse = ring_attention(*operands, causal=True, return_lse=True, **options)
-            return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.cos(lse))
-
-        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, sinks)
-
     with_lse = Backend("with_lse", 1, ("cpu",), {*FEATURES, Feature.RETURN_LSE}, kernel="nowhere:KERNEL")
     with registered(with_lse, from_flash(forward, backward_with_delta)):
-        for got, want in zip(gradients("with_lse"), gradients("xla"), strict=True):
-            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * max(1, np.abs(want).max()))
+        found = [graded(call(name, 2, layout=layout, return_lse=True), *arrays(16)) for name in ("with_lse", "xla")]
+    close(*found, 5e-5, 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +103,7 @@ def test_a_backward_pass_that_takes_delta_has_the_cotangent_of_the_log_sum_exp(l
     ],
 )
 def test_the_functions_get_only_causal_and_full_calls(layout: str, calls: set[Any]):
-    differentiated("flash", 4, causal=True, layout=layout).lower(*arrays(64), jnp.zeros(4))
+    jax.make_jaxpr(differentiated(call("flash", 4, layout=layout)))(*arrays(64))
     assert set(CALLS) == calls
 
 
@@ -137,7 +111,7 @@ def test_the_functions_get_only_causal_and_full_calls(layout: str, calls: set[An
 def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch):
     """XLA would run the sends synchronously."""
     monkeypatch.setattr(plan, "UNROLLED", 2)  # also those of a scan
-    program = jax.make_jaxpr(differentiated("flash", 4, causal=True, layout=layout))(*arrays(64), jnp.zeros(4))
+    program = jax.make_jaxpr(differentiated(call("flash", 4, layout=layout)))(*arrays(64))
     branches = [equation.params for equation in equations(program.jaxpr) if equation.primitive.name == "cond"]
     # The choice of a platform is no branch at run time.
     assert all(params.get("branches_platforms") for params in branches)
