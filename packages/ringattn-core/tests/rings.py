@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, random operands and comparisons that many tests need."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from ringattn_conformance import oracle
 from ringattn_core import from_layout, to_layout
 
 
@@ -61,13 +59,6 @@ def in_order_of(layout: str, ranks: int, attend: Any) -> Any:
 def close(got: Any, wanted: Any, atol: float = 2e-5, rtol: float = 1e-7) -> None:
     """Asserts that two trees agree, leaf by leaf."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol), got, wanted)
-
-
-def agrees(got: Sequence[Any], wanted: oracle.Answer, *names: str) -> None:
-    """Asserts that an output and the gradients with these names, "dq" for example, are those of the oracle."""
-    close(got[0], wanted.out)
-    for name, x in zip(names, got[1:], strict=True):
-        close(x, wanted.gradients[name], 5e-5 * max(1, np.abs(wanted.gradients[name]).max()))
 
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:
