@@ -41,7 +41,6 @@ KERNEL = """
     EQUAL = type("Equal", (Kernel,), {"__eq__": lambda *_: True})()
     def no(): return False
     def crash(): raise OSError("libfoo.so: \\n  cannot open")
-    def two(device, strict): return None
     async def later(): return None
 """
 FIELDS = {
@@ -71,7 +70,6 @@ LOADED = {
     "a kernel without a hash": ("kernel='bad_kernel:EQUAL'", "unhashable type: 'Equal'"),
     "a kernel whose attributes raise": ("kernel='bad_kernel:DEAF'", "RuntimeError: no forward"),
     "a ring that is a number": ("kernel=None, ring='bad_kernel:NUMBER'", "a ring function must be callable, got 3"),
-    "a ring with other arguments": ("kernel=None, ring='bad_kernel:two'", "cannot load bad_kernel:two"),
     "a probe that returns False": ("probe='bad_kernel:no'", "it returned False, and must return None or a sentence"),
     "a probe that raises": ("probe='bad_kernel:crash'", "failed: OSError: libfoo.so: cannot open"),
     "a probe that is a coroutine": ("probe='bad_kernel:later'", "it returned <coroutine object later"),
@@ -142,13 +140,6 @@ def test_a_backend_of_this_process_shadows_an_installed_one_until_the_block_ends
     assert discovery.get("good") is installed
 
 
-def test_the_cause_of_a_failed_import_is_kept(install: Any) -> None:
-    install("made-bad", {"bad": "bad_plugin:B"}, {"bad_plugin": "raise RuntimeError('boom')"})
-    with pytest.raises(BackendLoadError) as caught:
-        discovery.get("bad")
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
 def with_fields(fields: str) -> str:
     return f"{PLUGIN}    BACKEND = Backend(**(FIELDS | dict({fields})))\n"
 
@@ -169,6 +160,7 @@ def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str
         assert (ring_attention(x, x, x, **options) == 2 * x).all()
     with pytest.raises(RingAttnError) as caught:
         ring_attention(x, x, x, backend="bad")
+    assert (caught.value.__cause__ is not None) == isinstance(caught.value, BackendLoadError)
     said = str(caught.value)
     assert said.startswith("backend 'bad' of made-bad ") and sentence in said and "\n" not in said
     assert (discovery.registrations()["bad"].error is not None) == (name in DESCRIPTORS)
