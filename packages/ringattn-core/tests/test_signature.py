@@ -2,6 +2,7 @@
 """Signatures are written out; that of one shard is ejkernel's plus keyword options, and no ring function lacks it."""
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -21,6 +22,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.call import INTERNAL, Call
 from ringattn_core.contract.signature import OF_CORE, mismatch
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
+from rings import query_key_value
 
 EJKERNEL = (
     "query, key, value, q_segment_ids, kv_segment_ids, softmax_aux, bias, mask_builder, sliding_window, chunk_size, "
@@ -29,7 +31,7 @@ EJKERNEL = (
 
 
 def arrays() -> list[jax.Array]:
-    return [jax.random.normal(key, (1, 8, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)]
+    return query_key_value(1, 8, 2, 2, 4)
 
 
 SHARD = list(inspect.signature(RingKernel.__call__).parameters.values())[1:]
@@ -38,10 +40,8 @@ SHARD = list(inspect.signature(RingKernel.__call__).parameters.values())[1:]
 def test_names_and_order_up_to_fused_backward_never_change():
     positional = [p for p in SHARD if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert ", ".join(p.name for p in positional) == EJKERNEL
-    assert {p.name: p.default for p in positional[3:] if p.default is not None} == {
-        "causal": False,
-        "fused_backward": False,
-    }
+    given = {p.name: p.default for p in positional[3:] if p.default is not None}
+    assert given == {"causal": False, "fused_backward": False}
 
 
 def test_the_function_of_a_shard_is_a_ring_kernel():
@@ -94,11 +94,8 @@ def test_what_holds_the_result_of_a_backend_without_gradients_fixed_may_be_diffe
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
     with discovery.registered(whole(), lambda query, key, value, **_: query):
         for options in ({}, {"mesh": mesh, "axis_name": "sp"}):
-            held = jax.grad(
-                lambda q, options=options: (
-                    q * jax.lax.stop_gradient(ring_attention(q, k, v, backend="whole", **options))
-                ).sum()
-            )
+            call = functools.partial(ring_attention, backend="whole", **options)
+            held = jax.grad(lambda q, call=call: (q * jax.lax.stop_gradient(call(q, k, v))).sum())
             np.testing.assert_array_equal(held(q), q)
             np.testing.assert_array_equal(jax.jit(held)(q), q)
 
