@@ -64,14 +64,6 @@ def test_a_query_is_within_its_bounds_and_neither_falls_where_positions_grow(
             assert (high >= sorted(positions)).all() and (high[:-1] <= high[1:]).all(), options
 
 
-def test_without_options_there_are_no_bounds():
-    assert (
-        bounds(Rule(1.0), np.arange(3)) == (None, None) == bounds(Rule(1.0, sliding_window=(None, None)), jnp.arange(3))
-    )
-    assert bounds(Rule(1.0, causal=True), np.arange(3))[0] is None
-    assert bounds(Rule(1.0, sliding_window=(3, None)), np.arange(3))[1] is None
-
-
 def test_the_span_is_the_most_keys_that_a_query_sees():
     for causal, left, right, chunk in itertools.product((False, True), (None, 0, 3), (None, 0, 2), (None, 1, 4, 7)):
         rule = {"causal": causal, "sliding_window": (left, right), "chunk_size": chunk}
