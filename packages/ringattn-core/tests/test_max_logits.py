@@ -105,26 +105,23 @@ def test_partial_results_merge_by_maximum() -> None:
     assert merge(a, Partial(out, lse)).max_logits is None
 
 
-def test_only_a_block_kernel_that_returns_it_has_it() -> None:
-    def flash(*_: Any, **__: Any) -> Any: ...
+class Forgetful:
+    def forward(self, block: Any, partial: Any) -> Partial:
+        return Partial(block.q, jnp.zeros((B, N, T)))
 
-    class Forgetful:
-        def forward(self, block: Any, partial: Any) -> Partial:
-            return Partial(block.q, jnp.zeros((B, N, T)))
+    def backward(self, *_: Any) -> Any: ...
 
-        def backward(self, *_: Any) -> Any: ...
 
-    features = {Feature.FLOAT32, Feature.GROUPED_HEADS, Feature.MAX_LOGITS}
-    for door, implementation, error, message in (
-        (
-            "ring",
-            lambda **_: None,
-            InputError,
-            "True needs a kernel of one block, but backend 'mine'",
-        ),
-        ("kernel", from_flash(flash, flash), BackendLoadError, "declares MAX_LOGITS, which its kernel cannot have"),
+@pytest.mark.parametrize(
+    ("door", "implementation", "error", "message"),
+    [
+        ("ring", lambda **_: None, InputError, "True needs a kernel of one block, but backend 'mine'"),
+        ("kernel", from_flash(len, len), BackendLoadError, "declares MAX_LOGITS, which its kernel cannot have"),
         ("kernel", Forgetful(), KernelError, "returned max_logits = None"),
-    ):
-        backend = Backend("mine", 1, ("cpu",), features, **{door: "nowhere:KERNEL"})
-        with registered(backend, implementation), pytest.raises(error, match=message):
-            ring_attention(QUERY, KEY, VALUE, return_max_logits=True, backend="mine")
+    ],
+)
+def test_only_a_block_kernel_that_returns_it_has_it(door: str, implementation: Any, error: Any, message: str) -> None:
+    features = {Feature.FLOAT32, Feature.GROUPED_HEADS, Feature.MAX_LOGITS}
+    backend = Backend("mine", 1, ("cpu",), features, **{door: "nowhere:KERNEL"})
+    with registered(backend, implementation), pytest.raises(error, match=message):
+        ring_attention(QUERY, KEY, VALUE, return_max_logits=True, backend="mine")
