@@ -100,48 +100,8 @@ def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
     assert rows_seen(window, shards, (8, 8)) == rows_seen(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))
 
 
-def travelled(level: Level, where: np.ndarray, shift: int) -> np.ndarray:
-    """What each rank has after a send round a level, if rank `r` had `where[r]`."""
-    rank, after = np.arange(where.size), where.copy()
-    for sender, receiver in level.pairs(shift):
-        digit = rank // level.stride % level.ranks
-        after[rank[digit == receiver]] = where[rank[digit == sender]]
-    return after
-
-
 def test_one_query_a_rank_cannot_be_cut_and_need_not_be_where_nothing_is_left_out():
     assert rows_seen(Rule(1.0), Shards("zigzag", 4), (1, 8)) == dict.fromkeys(range(4), (0, 8))
-
-
-@pytest.mark.parametrize("made", [(0, 1), (0, 1, 2), (0, 1, 7), (0, 7), tuple(range(8))])
-@pytest.mark.parametrize("straight", [False, True])
-def test_backward_brings_every_key_and_takes_every_gradient_home(made: tuple[int, ...], straight: bool):
-    """Whether keys are passed on, or come straight from their owner."""
-    level = Level(("sp",), 8, made, rows=((0, 4),) * len(made) if straight else None)
-    own = np.arange(8)
-    keys, behind = travelled(level, own, level.forward_hops[0].key_shift), None
-    for hop in level.backward_hops:
-        keys = own if hop == level.backward_hops[-1] else keys
-        np.testing.assert_array_equal(keys, level.owner(own, hop.distance))
-        if behind is not None:
-            np.testing.assert_array_equal(travelled(level, behind, hop.gradient_shift), own if straight else keys)
-        behind = keys
-        keys = keys if hop.key_shift is None else travelled(level, own if straight else keys, hop.key_shift)
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2), (2, 3, 2), (1, 4), (4, 1)])
-def test_every_rank_sees_the_keys_of_all_ranks_once(sizes: tuple[int, ...]):
-    ranks = int(np.prod(sizes))
-    made = levels(Rule(1.0), Shards("contiguous", ranks), (4, 4), tuple("abc"[: len(sizes)]), sizes)
-    rank = np.arange(ranks)
-    sources = rank[None]
-    for level in made:
-        sources = np.concatenate([level.owner(sources, hop.distance) for hop in level.forward_hops])
-    assert (np.sort(sources, 0) == rank[:, None]).all() and (sources[0] == rank).all()
-    for level in made:
-        for hop, following in itertools.pairwise(level.forward_hops):
-            there = travelled(level, level.owner(rank, hop.distance), hop.key_shift)
-            np.testing.assert_array_equal(there, level.owner(rank, following.distance))
 
 
 def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():
