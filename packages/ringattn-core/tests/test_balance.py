@@ -20,10 +20,18 @@ from rings import close, graded, mesh_of, query_key_value
 B, T, N, K, H = 2, 48, 4, 2, 8
 OPERANDS = QUERY, KEY, VALUE = query_key_value(B, T, N, K)
 IDS = np.sort(np.random.default_rng(0).integers(-1, 3, (B, T))).astype(np.int32)
-BIAS = jax.random.normal(jax.random.key(9), (1, N, T, T))
 SEEN = np.random.default_rng(1).random((B, 1, T, T)) < 0.8
+# What all strategies move between ranks, and what they differentiate beside the operands.
+EVERY: dict[str, Any] = {
+    "q_segment_ids": IDS, "attention_mask": SEEN, "sliding_window": (20, 0), "logits_soft_cap": 2.0,
+    "dropout_prob": 0.2, "dropout_seed": 3,
+}  # fmt: skip
+FLOATS: dict[str, Any] = {
+    "bias": jax.random.normal(jax.random.key(9), (1, N, T, T)),
+    "alibi_slopes": jnp.linspace(0.1, 0.5, N),
+    "softmax_aux": jnp.linspace(-1.0, 1.0, 2 * N).reshape(N, 2),
+}
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-EVERY: dict[str, Any] = {"q_segment_ids": IDS, "bias": BIAS, "attention_mask": SEEN, "sliding_window": (20, 0)}
 
 
 @pytest.mark.parametrize(("ranks", "kind", "length"), [(1, AUTO, 48), (3, AUTO, 46), (8, EXPLICIT, 48)])
@@ -43,12 +51,14 @@ def test_a_causal_ring_computes_what_it_computes_in_contiguous_order(ranks: int,
     ],
 )
 def test_all_arrays_of_tokens_follow_with_every_strategy(strategy: str, kind: AxisType, axis: tuple[str, ...]) -> None:
-    def attend(bias: Any, *operands: Any, **over: Any) -> Any:
-        return ring_attention(*operands, causal=True, **EVERY | {"bias": bias}, **over)
+    """And over two axes: ulysses goes over the inner one, and the ring over the outer."""
+
+    def attend(floats: Any, *operands: Any, **over: Any) -> Any:
+        return ring_attention(*operands, causal=True, **EVERY, **floats, **over)
 
     ring: dict[str, Any] = {"mesh": mesh_of(kind, dp=2, inner=2, outer=2), "axis_name": axis, "strategy": strategy}
     balanced = functools.partial(attend, balance="zigzag", **ring)
-    close(graded(balanced, BIAS, *OPERANDS), graded(attend, BIAS, *OPERANDS), 5e-5)
+    close(graded(balanced, FLOATS, *OPERANDS), graded(attend, FLOATS, *OPERANDS), 5e-5)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

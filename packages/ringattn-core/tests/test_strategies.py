@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 from ringattn_conformance import tolerances
 from ringattn_conformance.cases import OPERANDS, Case
-from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, place, with_gradients
+from ringattn_conformance.ranks import DATA, RING, Placement, place, with_gradients
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
@@ -19,7 +19,6 @@ from ringattn_core.strategies.run import strategy_of
 from rings import mesh_of, query_key_value
 from traced_calls import forget_traced_calls
 
-OUTER, INNER = "outer", "inner"
 # Together the cases use every option that a strategy moves between ranks.
 MASKS = Case(
     "masks", batch=1, heads=8, kv_heads=2, kv_length=96, value_dim=12, window=(30, 9), dense_mask="BNT",
@@ -40,26 +39,10 @@ HALF_ROWS = Case("half-rows", heads=8, bias="T", dtype="float16", lse=True)
 HEAD_ROWS = Case("head-rows", heads=8, causal=True, bias="NT", dtype="bfloat16")
 
 
-def on_axes(placed: Placed, outer: int) -> Any:
-    """The function of global arrays on a mesh with two axes for the sequence. The mesh has the inner one first."""
-    devices, both = placed.placement.mesh.devices, (OUTER, INNER)
-    mesh = Mesh(devices.reshape(1, -1, outer, 1), (DATA, INNER, OUTER, HEADS))
-
-    def over_both(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*(both if entry == RING else entry for entry in spec))
-
-    local = functools.partial(placed.local, axis_name=both)
-    *specs, out_specs = jax.tree.map(over_both, placed.specs)
-    check_vma = placed.placement.check_vma
-    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=check_vma)
-
-
-def agrees(case: Case, placement: Placement, outer: int | None = None, mesh: Mesh | None = None) -> None:
+def agrees(case: Case, placement: Placement, mesh: Mesh | None = None) -> None:
     """Checks the output, the lse and every gradient of one compiled call, of global arrays where there is a `mesh`."""
     placed = place(case, placement, "xla")
-    everywhere = placed.everywhere() if outer is None else on_axes(placed, outer)
-    if mesh is not None:
-        everywhere = functools.partial(placed.local, mesh=mesh)
+    everywhere = placed.everywhere() if mesh is None else functools.partial(placed.local, mesh=mesh)
     outputs, found = jax.jit(with_gradients(everywhere))(placed.operands, placed.fixed, placed.cotangents)
     gradients = {OPERANDS[name]: x for name, x in found.items()}
     got = placed.natural(dict(zip(placed.outputs, outputs, strict=True)) | gradients)
@@ -105,18 +88,6 @@ def test_gradients_are_right_where_a_gpu_packs_keys_and_values(strategy: str, mo
     forget_traced_calls()
     agrees(BROADCAST, Placement(2, "zigzag", strategy=strategy))
     forget_traced_calls()
-
-
-@pytest.mark.parametrize(
-    ("case", "placement"),
-    [
-        (SCORES, Placement(8, "zigzag", check_vma=False, strategy="ulysses")),
-        (BROADCAST, Placement(4, "zigzag", strategy="all_gather")),
-    ],
-    ids=str,
-)
-def test_over_two_axes_ulysses_goes_over_the_inner_and_the_ring_over_the_outer(case: Case, placement: Placement):
-    agrees(case, placement, outer=2)
 
 
 AUTO: dict[str, tuple[dict[str, Any], int, str]] = {
