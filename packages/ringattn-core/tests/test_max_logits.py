@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Partial, from_flash, remat_policy, ring_attention
 from ringattn_core.backends.discovery import registered
@@ -44,22 +43,6 @@ def test_it_is_the_oracle_s_and_has_no_gradient(kind: AxisType, axes: Any, axis:
     query, key, value = (np.asarray(x)[:, np.argsort(order)] for x in (QUERY, KEY, VALUE))
     problem = oracle.Problem(query, key, value, causal=True, window=options.get("sliding_window"), soft_cap=3.0)
     close(found, oracle.attend(problem).max_logits, 1e-5)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_ones_own_shard_map_all_ranks_of_ring_and_batch_have_the_same(check_vma: bool) -> None:
-    spec, names = P("dp", "sp", "tp"), {"axis_name": "sp", "batch_axis_name": "dp", "head_axis_name": "tp"}
-
-    def local(*x: jax.Array) -> Any:
-        return ring_attention(*x, strategy="ulysses", return_lse=True, return_max_logits=True, **names)
-
-    # Under check_vma, JAX refuses this out_spec for a result that may differ over sp or dp.
-    specs = spec, P("dp", "tp", "sp"), P("tp")
-    mesh = mesh_of(dp=2, sp=2, tp=2)
-    over = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=specs, check_vma=check_vma)
-    found = jax.jit(over)(QUERY, KEY, VALUE)
-    for x, alone in zip(found, ring_attention(QUERY, KEY, VALUE, return_lse=True, return_max_logits=True), strict=True):
-        np.testing.assert_allclose(x, alone, atol=1e-5)
 
 
 def test_padding_of_uneven_lengths_does_not_count_and_a_head_without_keys_has_minus_infinity() -> None:
