@@ -56,18 +56,10 @@ class TestReordering:
         for rank, part in enumerate(np.split(x[0], ranks)):
             np.testing.assert_array_equal(part, layouts.Shards(layout, ranks).indices(rank, length // ranks))
 
-    @pytest.mark.parametrize(
-        ("layout", "length", "parts", "following"), [("striped", 10, 4, 12), ("zigzag", 12, 8, 16)]
-    )
-    def test_a_length_that_does_not_divide_is_refused_with_the_next_that_does(
-        self, layout: Any, length: int, parts: int, following: int
-    ) -> None:
-        for reordered in (reorder.to_layout, reorder.from_layout):
-            with pytest.raises(InputError) as caught:
-                reordered(np.zeros((1, length)), layout, 4)
-            assert f"{layout!r} on 4 ranks needs lengths that {parts} divides, but x has {length}" in str(caught.value)
-            assert f"Pad it to {following}" in str(caught.value)
-            reordered(np.zeros((1, following)), layout, 4)
+    @pytest.mark.parametrize("reordered", [reorder.to_layout, reorder.from_layout])
+    def test_a_length_that_does_not_divide_is_refused_with_the_next_that_does(self, reordered: Any) -> None:
+        with pytest.raises(InputError, match=r"lengths that 8 divides, but x has 12\. Pad it to 16"):
+            reordered(np.zeros((1, 12)), "zigzag", 4)
 
     @pytest.mark.parametrize("ring_size", [0, 2.0, True, None])
     def test_a_ring_of_no_ranks_is_refused(self, ring_size: Any) -> None:
@@ -75,11 +67,9 @@ class TestReordering:
             unchecked(np.zeros((1, 8)), "striped", ring_size)
 
     def test_an_unknown_layout_is_refused_with_those_that_are_known(self) -> None:
-        with pytest.raises(InputError) as caught:
+        known = "'contiguous', 'zigzag', 'striped', 'dual_chunk_swap'"
+        with pytest.raises(InputError, match=f"layout: got 'zigzg'. Known layouts: {known}"):
             reorder.to_layout(np.zeros((1, 8)), "zigzg", 2)
-        assert "layout: got 'zigzg'" in str(caught.value)
-        for known in (*layouts.LAYOUTS, "dual_chunk_swap"):
-            assert repr(known) in str(caught.value)
 
 
 class TestShardsOfNeighbours:

@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
-from ringattn_core.call.dispatch import answer
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
@@ -148,19 +147,16 @@ class TestAnOverlay:
             with overlay(config):
                 assert traced_over_mesh(mine) == {config.fwd_params}
 
-    def test_reaches_a_ring_function(self, install: Any) -> None:
+    def test_reaches_a_ring_function(self) -> None:
         seen = []
 
         def whole(query: Any, key: Any, value: Any, *_: Any, **options: Any) -> Any:
             seen.append((options["fwd_params"], options["bwd_params"]))
             return value
 
-        features = frozenset(Feature)
-        backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
-        registration = discovery.Registration("whole", backend, "d", "1", None, whole)
-
-        with overlay(OVER):
-            answer(registration, validated(X, X, X))
+        backend = Backend("whole", 1, ("cpu",), frozenset(Feature), ring="gone:ring")
+        with discovery.registered(backend, whole), overlay(OVER):
+            ring_attention(X, X, X, backend="whole")
         assert seen == [(OVER.fwd_params, OVER.bwd_params)]
 
 
