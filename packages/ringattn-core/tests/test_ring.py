@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
 from ringattn_core.contract import ordering
 from ringattn_core.errors import DerivativeError
 from ringattn_core.ring import plan
 from rings import close, differentiated, mesh_of, query_key_value
-from traced_calls import bodies
+from traced_calls import bodies, order_of
 
 
 def arrays(length: int) -> list[jax.Array]:
@@ -73,36 +72,16 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
     assert large <= one + 2.6 * packed * (2 if gradient else 1)
 
 
-def kernels_before(jaxpr: Any) -> tuple[list[set[int]], list[set[int]]]:
-    """Which kernels must end first, by their numbers in the order of the program.
-
-    Returns two lists of sets of numbers. A set of the first list belongs to a permute: these kernels end before the
-    permute begins. A set of the second list belongs to a kernel: these kernels end before it can read its keys.
-    """
-    waits: dict[Any, set[int]] = {}
-    sends, keys = [], []
-    for equation in jaxpr.eqns:
-        inputs = [x for x in equation.invars if not isinstance(x, Literal)]
-        needed = set().union(*(waits.get(x, set()) for x in inputs))
-        if equation.primitive.name == "ppermute":
-            sends.append(needed)
-        if equation.primitive.name == "custom_vmap_call":
-            needed |= {len(keys)}
-            keys.append(set().union(*(waits.get(x, set()) for x in inputs if x.aval.ndim == 5)))
-        waits |= dict.fromkeys(equation.outvars, needed)
-    return sends, keys
-
-
 def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own():
     """So any scheduler may hide the sends of a hop behind its kernels, in both passes."""
     program = jax.make_jaxpr(over(4, causal=True))(*arrays(16))
-    forward, backward = (found for body in bodies(program.jaxpr) if any((found := kernels_before(body))[0]))
+    forward, backward = (found for body in bodies(program.jaxpr) if (found := order_of(body)).sends)
     before = [set(range(hop)) for hop in range(4)]
-    assert forward[0] == before[:3]
+    assert [kernels for _, kernels, _ in forward.sends] == before[:3]
     # The first keys; then those of a hop and the gradients of the one before.
-    assert backward[0] == [before[0], before[0], before[1], before[1], before[2], before[3]]
+    assert [kernels for _, kernels, _ in backward.sends] == [before[hop] for hop in (0, 0, 1, 1, 2, 3)]
     # The keys that a kernel reads wait for the kernels of the hop before too, so that no kernel runs before its turn.
-    assert forward[1] == backward[1] == before
+    assert forward.keys == backward.keys == before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

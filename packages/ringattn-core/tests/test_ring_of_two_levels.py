@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ringattn_core import ring_attention
 from ringattn_core.contract import ordering
 from ringattn_core.ring import plan
 from rings import close, graded, in_order_of, mesh_of, query_key_value
-from traced_calls import bodies, equations, forget_traced_calls
+from traced_calls import bodies, equations, forget_traced_calls, order_of
 
 SPEC = PartitionSpec(None, ("outer", "inner"))
 
@@ -50,25 +49,6 @@ def test_however_many_ranks_the_program_has_few_hops() -> None:
     assert kernels == 3 * 3 + 4 * 4, "three rounds of three hops forward, and four of four backward"
 
 
-def permutes(jaxpr: Any) -> list[tuple[str, int, int | None]]:
-    """The permutes of a program in order: the level, how many kernels it waits for, and the first that waits for it."""
-    waits: dict[Any, tuple[frozenset[int], frozenset[int]]] = {}
-    found, needed, kernels = [], {}, 0
-    for equation in jaxpr.eqns:
-        given = [waits[x] for x in equation.invars if not isinstance(x, Literal) and x in waits]
-        before, sends = (frozenset().union(*sets) for sets in (zip(*given, strict=True) if given else ((), ())))
-        if equation.primitive.name == "ppermute":
-            (level,) = equation.params["axis_name"]
-            assert before == set(range(len(before))), "a send waits for some kernel, and not for one before it"
-            sends |= {len(found)}
-            found.append((level, len(before)))
-        if equation.primitive.name == "custom_vmap_call":
-            needed = dict.fromkeys(sends, kernels) | needed
-            before, kernels = before | {kernels}, kernels + 1
-        waits |= dict.fromkeys(equation.outvars, (before, sends))
-    return [(*each, needed.get(number)) for number, each in enumerate(found)]
-
-
 def test_a_send_between_groups_waits_for_the_round_before_and_no_kernel_of_its_round_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -77,7 +57,10 @@ def test_a_send_between_groups_waits_for_the_round_before_and_no_kernel_of_its_r
     forget_traced_calls()
     program = traced(3, 2, 1)
     forget_traced_calls()
-    forward, backward = (found for body in bodies(program) if (found := permutes(body)))
+    sends = [found for body in bodies(program) if (found := order_of(body).sends)]
+    # A send that waits for some kernel waits for all before that one.
+    assert all(kernels == set(range(len(kernels))) for found in sends for _, kernels, _ in found)
+    forward, backward = ([(axis, len(kernels), first) for axis, kernels, first in found] for found in sends)
     assert forward == [
         ("outer", 0, 2), ("inner", 0, 1), ("outer", 2, 4), ("inner", 2, 3), ("inner", 4, 5)
     ]  # fmt: skip
