@@ -16,7 +16,7 @@ from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import InputError, UnsupportedFeatureError
 from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import of_call
-from rings import close, differentiated, mesh_of, query_key_value
+from rings import close, differentiated, graded, mesh_of, query_key_value
 from traced_calls import forget_traced_calls
 
 OTHERS = ("all_gather", "ulysses")
@@ -25,11 +25,6 @@ COLLECTIVE = re.compile(r" (all-gather|reduce-scatter|all-to-all|collective-perm
 
 def arrays(length: int = 16, heads: tuple[int, int] = (8, 2)) -> list[jax.Array]:
     return query_key_value(2, length, *heads)
-
-
-def loss_of(**options: Any) -> Any:
-    """The output of a call with query, key, value and sinks, and its gradients."""
-    return differentiated(functools.partial(ring_attention, causal=True, **options))
 
 
 def collectives(f: Any, mesh: jax.sharding.Mesh, *x: Any) -> dict[str, int]:
@@ -140,18 +135,24 @@ def test_gradients_of_key_heads_that_ranks_share_are_rounded_once(heads: tuple[i
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_a_call_on_global_arrays_may_be_in_a_shard_map_that_tracks_what_varies(strategy: str):
     """Ulysses takes this rank's share of the sinks, whose gradient needs the number of the rank again."""
-    x, mesh = [*arrays(), jnp.linspace(-1.0, 1.0, 8)], mesh_of(stage=2, a=2, b=2)
-    loss = loss_of(axis_name=("a", "b"), batch_axis_name=(), head_axis_name=(), strategy=strategy)
-    with jax.set_mesh(mesh):
-        around = jax.shard_map(loss, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=True)
-        close(jax.jit(around)(*x), jax.jit(loss_of())(*x), 5e-5, 1e-5)
+    x, call = [*arrays(), jnp.linspace(-1.0, 1.0, 8)], functools.partial(ring_attention, causal=True)
+    named = {"axis_name": ("a", "b"), "batch_axis_name": (), "head_axis_name": (), "strategy": strategy}
+    stage = differentiated(functools.partial(call, **named))
+    wanted = graded(call, *x)
+    with jax.set_mesh(mesh_of(stage=2, a=2, b=2)):
+        around = jax.shard_map(stage, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=True)
+        close(jax.jit(around)(*x), wanted, 5e-5, 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ("ring", *OTHERS))
-def test_a_call_may_be_vmapped(strategy: str):
-    options: dict[str, Any] = dict(mesh=mesh_of(sp=2), axis_name="sp", strategy=strategy)
+def test_a_call_may_be_vmapped_before_and_after_it_is_differentiated(strategy: str):
     x = [jnp.stack([a, 2 * a]) for a in (*arrays(), jnp.linspace(-1.0, 1.0, 8))]
-    close(jax.jit(jax.vmap(loss_of(**options)))(*x), jax.jit(jax.vmap(loss_of()))(*x), 5e-5, 1e-5)
+
+    def both(**options: Any) -> Any:
+        call = functools.partial(ring_attention, causal=True, **options)
+        return jax.jit(jax.vmap(differentiated(call)))(*x), graded(jax.vmap(call), *x)
+
+    close(both(mesh=mesh_of(sp=2), axis_name="sp", strategy=strategy), both(), 5e-5, 1e-5)
 
 
 def attend(heads: tuple[int, int] = (8, 2), over: Any = "sp", **options: Any) -> Any:
