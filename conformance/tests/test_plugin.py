@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ringattn_conformance import plugin
-from ringattn_conformance.devices import COUNT_FLAG
+from ringattn_conformance.plugin import COUNT_FLAG
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
 from small_suites import started

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ringattn_conformance import tiers
-from ringattn_conformance.devices import COUNT_FLAG
+from ringattn_conformance.plugin import COUNT_FLAG
 from saboteurs import REFERENCES, SABOTEURS
 
 HERE = Path(__file__).parent

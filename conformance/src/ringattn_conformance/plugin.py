@@ -5,13 +5,15 @@ JAX is imported only in runs of pytest that use the suite.
 """
 
 import functools
+import os
+import sys
 from collections.abc import Iterable
 from datetime import date
 from typing import Any, Final
 
 import pytest
 
-from . import devices, expectations, results, run_options, tiers
+from . import expectations, results, run_options, tiers
 from .collection import PARAMETER
 from .recorder import Recorder
 from .results import DTYPES
@@ -21,6 +23,8 @@ POINT: Final = "ringattn_point"
 PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
+COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
+PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,13 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
     """Sets the environment before any conftest.py can import JAX, which reads XLA_FLAGS only once."""
     if _concerns(early_config.known_args_namespace, args):
-        devices.set_environment()
+        set_environment()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
-        devices.set_environment()
+        set_environment()
         from . import tolerances
 
         config.add_cleanup(functools.partial(setattr, tolerances, "factor", tolerances.factor))
@@ -60,6 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def _concerns(options: Any, args: Iterable[str]) -> bool:
     """Whether this run of pytest uses the suite; the plugin does nothing in other runs."""
     return bool(getattr(options, "ringattn_backends", None)) or any(SUITE in arg for arg in args)
+
+
+def set_environment() -> None:
+    """Makes eight CPU devices, and lets processes share a GPU. Does nothing if JAX is already imported.
+
+    Keeps what the user has set: the number of CPU devices in XLA_FLAGS, and XLA_PYTHON_CLIENT_PREALLOCATE.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "jax" not in sys.modules:
+        os.environ.setdefault(PREALLOCATE, "false")
+        if COUNT_FLAG not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={tiers.RINGS[-1]}".strip()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

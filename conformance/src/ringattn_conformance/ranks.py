@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
-from . import devices, oracle
+from . import oracle
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 
 RING: Final = "ring"
@@ -29,9 +30,21 @@ KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
     "out": arrays.Output, "lse": arrays.LogSumExp, "max_logits": arrays.PerHead,
 }  # fmt: skip
 """The array type of every input and result of a call; the type names the axes by letters."""
+WORKER: Final = "PYTEST_XDIST_WORKER"
+"""Holds `gw0`, `gw1` and so on in workers of pytest-xdist."""
 Arrays = dict[str, jax.Array]
 Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
 """Runs one rank's call, from its differentiable and its other inputs to the results that `Placed.outputs` names."""
+
+
+def own_first() -> list[jax.Device]:
+    """All devices of JAX, beginning with another one in each worker.
+
+    So a worker's rings can use every device, and calls on one device are spread over all devices.
+    """
+    devices = jax.devices()
+    first = int(os.environ.get(WORKER, "gw0").removeprefix("gw")) % len(devices)
+    return [*devices[first:], *devices[:first]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Placement:
 
     @property
     def mesh(self) -> Mesh:
-        taken = np.array(devices.own_first()[: self.devices])
+        taken = np.array(own_first()[: self.devices])
         return Mesh(taken.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":

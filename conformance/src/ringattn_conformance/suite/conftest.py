@@ -8,7 +8,7 @@ import jax
 import pytest
 from ringattn_core.backends import discovery
 
-from ringattn_conformance import devices, tiers, tolerances
+from ringattn_conformance import ranks, tiers, tolerances
 
 OPTIMISED: Final = "test_numerics"
 """The module whose tests always run with XLA's full optimisation, as users compile."""
@@ -35,7 +35,7 @@ def tolerances_of_the_backend(ringattn_backend: str, monkeypatch: pytest.MonkeyP
 @pytest.fixture(autouse=True)
 def device_of_the_worker() -> Iterator[None]:
     """Makes the worker's own device JAX's default, so that calls on one device are spread over all devices."""
-    first = devices.own_first()[0]
+    first = ranks.own_first()[0]
     if first == jax.devices()[0]:
         yield
     else:
