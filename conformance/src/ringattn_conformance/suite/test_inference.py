@@ -4,7 +4,6 @@
 import dataclasses
 from typing import Any, Final
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -48,13 +47,13 @@ def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
     agrees(placed, gradients, needs=[Feature.POSITIONS], local=lambda operands, fixed: local(operands), problem=problem)
 
 
-def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> tuple[jax.Array, ...]:
+def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> Arrays:
     """One rank's call of `prefill_attention` or `decode_attention`, which are always causal."""
     options = static_options(placed.case) | more
     options |= {KEYWORDS[name]: x for name, x in arrays.items() if name not in ("q", "k", "v")}
     del options["causal"]
     options |= {"axis_name": RING, "layout": placed.placement.layout, "backend": placed.backend}
-    return function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options)
+    return placed.by_name(function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options))
 
 
 @tiers.mark(tiers.CORE, "plain")
