@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from . import domains, tiers
@@ -83,14 +82,14 @@ def untried(backend: str, seed: int, passed: Collection[str]) -> list[str]:
 
     `passed` has the names of the calls whose tests passed.
     """
-    declared, descriptor = features_of(backend), discovery.get(backend).descriptor()
+    declared = features_of(backend)
     dtypes = {Feature[name.upper()] for name in DTYPES} & declared
     met = [
-        point.case.with_heads_for(descriptor).needs
+        point.case.with_heads_for(backend).needs
         | point.placement.needs
         | (frozenset() if point.case.forward else {Feature.GRADIENTS} & declared)
         for point in calls(declared, seed)
-        if point.name in passed and not point.case.with_heads_for(descriptor).too_wide_for(descriptor)
+        if point.name in passed and not point.case.with_heads_for(backend).too_wide_for(backend)
     ]
     halves = {(Feature.PRECISION, Feature.FLOAT16), (Feature.PRECISION, Feature.BFLOAT16)}
     pairs = {(feature, dtype) for feature in declared - dtypes for dtype in dtypes} - halves

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
-from ringattn_core.backends import discovery
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract.call import ARRAYS
 from ringattn_core.contract.features import Feature
@@ -198,7 +197,7 @@ class Placed:
 
 def place(case: Case, placement: Placement, backend: str) -> Placed:
     """The case on the placement, with head sizes that the backend takes (`Case.with_heads_for`)."""
-    case = case.with_heads_for(discovery.get(backend).descriptor())
+    case = case.with_heads_for(backend)
     return Placed(case, placement.here(), backend, case.inputs)
 
 

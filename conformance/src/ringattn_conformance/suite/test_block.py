@@ -71,7 +71,7 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Block], dout: Any, d
 @tiers.core
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
-    kernel, case = _kernel(ringattn_backend), case.with_heads_for(discovery.get(ringattn_backend).descriptor())
+    kernel, case = _kernel(ringattn_backend), case.with_heads_for(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
     inputs, answer = case.inputs, case.answer
@@ -97,7 +97,7 @@ def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     kernel = _kernel(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
         return
-    case = Case("unseen-block", causal=True).with_heads_for(discovery.get(ringattn_backend).descriptor())
+    case = Case("unseen-block", causal=True).with_heads_for(ringattn_backend)
     own, unseen = _blocks(case, SHARDS)
     own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
     before = jax.jit(lambda: kernel.forward(own, None))()
