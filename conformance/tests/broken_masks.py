@@ -94,10 +94,8 @@ def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
     """The mask of a builder by the places in the shard."""
     builder = block.case.masks_of_heads
     assert builder is not None
-    (rows, columns), heads = (block.q_index.size, block.kv_index.size), block.q.shape[2]
-    i, j = np.arange(rows)[None, :, None], np.arange(columns)[None, None]
-    each = [builder.seen(i, j, i[0], j[0], head) for head in range(heads)]
-    return np.stack([np.broadcast_to(one, (1, rows, columns)) for one in each], 1)
+    rows, columns = (np.arange(index.size)[None] for index in (block.q_index, block.kv_index))
+    return builder.at(rows, columns, block.q.shape[2])
 
 
 def without_tiles_of_later_keys(block: Block, right: np.ndarray) -> np.ndarray:

@@ -79,14 +79,14 @@ def test_a_failure_names_the_case_and_every_fault():
     inputs = case.inputs
     answer = attend(inputs.problem, inputs.dout, inputs.dlse)
     right = {"out": answer.out.astype(np.float32), "dk": answer.gradients["dk"].astype(np.float32)}
-    tolerances.check(right, answer, case, inputs)
+    tolerances.check(right, answer, case)
     with pytest.raises(AssertionError) as failure:
-        tolerances.check({"out": -right["out"], "dk": right["dk"].astype(np.float16)}, answer, case, inputs, "on ring9")
+        tolerances.check({"out": -right["out"], "dk": right["dk"].astype(np.float16)}, answer, case, "on ring9")
     message = str(failure.value)
     assert message.startswith("case 'named' on ring9: causal=True\n  out: worst at [")
     assert "dk: got dtype float16, want float32" in message or "dk: worst at" in message
     with pytest.raises(AssertionError, match=r"out: got shape \(1,\), want"):
-        tolerances.check({"out": np.zeros(1)}, answer, case, inputs)
+        tolerances.check({"out": np.zeros(1)}, answer, case)
 
 
 def test_half_partials_double_the_tolerances_of_half_precision_only(monkeypatch: pytest.MonkeyPatch):

@@ -74,4 +74,4 @@ def agrees(
         got = run(placed, gradients, local)
         if right:
             answer = case.answer if problem is None else oracle.attend(problem, inputs.dout, inputs.dlse)
-            tolerances.check(got, answer, case, inputs, f"on {placement}")
+            tolerances.check(got, answer, case, f"on {placement}")

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest error that a result may have, and the comparison with the oracle."""
 
-import functools
-import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from . import wrong
-from .cases import DTYPES, OPERANDS, Case, Inputs
+from .cases import DTYPES, OPERANDS, Case
 from .oracle import Answer
 
 FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -50,39 +48,38 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
     return GRADIENTS[dtype] * growth * max(0.1, float(size))
 
 
-def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, where: str = "") -> None:
+def check(got: Mapping[str, Any], answer: Answer, case: Case, where: str = "") -> None:
     """Raises `Wrong` unless every result in `got` is within tolerance of the oracle's and has the right dtype."""
-    faults = against_oracle(got, answer, dtype_of(case), case.value_gain)
+    faults = against_oracle(got, answer, case)
     for name, x in got.items():
-        faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
+        faults += _dtype_fault(name, np.asarray(x).dtype, case)
     faults += rounded_to_half({name: got[name] for name in FLOAT32 if name in got}, answer)
     wrong.fail_if(faults, told(case, where), got)
 
 
 def told(case: Case, where: str) -> str:
     """The first line of a failure: the case, its options that differ from the defaults, and pairs of unequal sizes."""
-    pairs = ({name: getattr(case, name) for name in pair} for pair in PAIRS)
-    unequal = [pair for pair in pairs if len({*pair.values()}) > 1]
-    return wrong.told(case.name, functools.reduce(operator.or_, unequal, case.changes), where)
+    options = dict(case.changes)
+    for pair in PAIRS:
+        sizes = {name: getattr(case, name) for name in pair}
+        options |= sizes if len({*sizes.values()}) > 1 else {}
+    differ = ", ".join(f"{option}={x!r}" for option, x in options.items())
+    return f"case {case.name!r}{where and ' ' + where}" + (f": {differ}" if differ else "")
 
 
-def dtype_of(case: Case) -> str:
-    """The dtype whose tolerances hold for the results of a case."""
-    return case.dtype if case.precision in (None, "highest") else LOWER_PRECISION
-
-
-def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: float = 1.0) -> list[str]:
+def against_oracle(got: Mapping[str, Any], answer: Answer, case: Case) -> list[str]:
     """A line for each result in `got` that is beyond its tolerance.
 
-    The tolerance of the output is multiplied by `values`, the case's `value_gain`. A result whose own dtype is half
+    The tolerance of the output is multiplied by the case's `value_gain`. A result whose own dtype is half
     precision, such as the gradient of a bfloat16 bias beside float32 inputs, has the tolerance of that dtype.
     """
+    dtype = case.dtype if case.precision in (None, "highest") else LOWER_PRECISION
     wanted = _wanted(answer)
     faults = []
     for name, x in got.items():
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
         tolerance = max(allowed(name, one, wanted[name], answer.largest, answer.uncapped) for one in dtypes)
-        tolerance = tolerance * (values if name == "out" else 1.0) + answer.slack.get(name, 0.0)
+        tolerance = tolerance * (case.value_gain if name == "out" else 1.0) + answer.slack.get(name, 0.0)
         faults += wrong.difference(name, x, wanted[name], tolerance, answer.empty)
     return faults
 
@@ -117,10 +114,10 @@ def _narrowed(x: Any, half: str) -> np.ndarray:
         return np.asarray(x, np.float32).astype(DTYPES[half]).astype(np.float32)
 
 
-def _dtype_fault(name: str, dtype: np.dtype, case: Case, inputs: Inputs) -> list[str]:
+def _dtype_fault(name: str, dtype: np.dtype, case: Case) -> list[str]:
     operand = next((x for x, gradient in OPERANDS.items() if gradient == name), None)
     if operand is not None:
-        want = getattr(inputs.problem, operand).dtype
+        want = getattr(case.inputs.problem, operand).dtype
     else:
         want = np.dtype(np.float32 if name in FLOAT32 else DTYPES[case.dtype])
     return [] if dtype == want else [f"{name}: got dtype {dtype}, want {want}"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with a result, in words: by how much, and in which rows, heads and keys."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -34,15 +34,8 @@ def fail_if(faults: Iterable[str], subject: str, compared: Iterable[str] = ()) -
         raise Wrong("\n  ".join([subject, *lines]))
 
 
-def told(name: str, options: Mapping[str, Any], where: str = "") -> str:
-    """One line that names a case, `where` it ran, and its options that differ from the defaults."""
-    differ = ", ".join(f"{option}={x!r}" for option, x in options.items())
-    return f"case {name!r}{where and ' ' + where}" + (f": {differ}" if differ else "")
-
-
-def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+def errors(seen: np.ndarray, want: np.ndarray) -> np.ndarray:
     """Absolute error of each element; infinite if only one side is NaN, or an infinity is unlike the other side."""
-    seen = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
         error = np.where((seen == want) | (np.isnan(seen) & np.isnan(want)), 0.0, np.abs(seen - want))
     return np.where(np.isnan(error), np.inf, error)
@@ -56,7 +49,8 @@ def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: n
     got = np.asarray(got)
     if got.shape != want.shape:
         return [f"{name}: got shape {got.shape}, want {want.shape}"]
-    error, seen = errors(got, want), got.astype(np.float64)
+    seen = got.astype(np.float64)
+    error = errors(seen, want)
     beyond = error > tolerance
     if not beyond.any():
         return []

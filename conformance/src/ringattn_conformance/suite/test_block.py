@@ -86,7 +86,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         axis = _OF_KEYS.get(name)
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
-    faults += tolerances.against_oracle(got, answer, tolerances.dtype_of(case), case.value_gain)
+    faults += tolerances.against_oracle(got, answer, case)
     if not tolerances.half_partials:
         faults += tolerances.rounded_to_half(got, answer)
     wrong.fail_if(faults, tolerances.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)

@@ -32,7 +32,7 @@ def _inner(results: Arrays, cotangents: Arrays) -> jax.Array:
 
 def _check(placed: Placed, gradients: Arrays, where: str) -> None:
     got = placed.natural({OPERANDS[name]: x for name, x in gradients.items()})
-    tolerances.check(got, placed.case.answer, placed.case, placed.inputs, where)
+    tolerances.check(got, placed.case.answer, placed.case, where)
 
 
 @tiers.mark(tiers.CORE, "grad", "checkpoint")
@@ -151,7 +151,7 @@ def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
             for number, (placed, answer) in enumerate(zip(examples, answers, strict=True)):
                 mine = {OPERANDS[name]: x[number] for name, x in found.items()}
                 mine |= {"dsinks": sinks[number]} if sinks.ndim > 1 else {}
-                tolerances.check(placed.natural(mine), answer, placed.case, placed.inputs, f"{order}, example {number}")
+                tolerances.check(placed.natural(mine), answer, placed.case, f"{order}, example {number}")
 
 
 @tiers.core
@@ -162,4 +162,4 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
     with owed(ringattn_backend, case.needs) as right:
         found = alone(placed.operands, placed.fixed)
         if right:
-            tolerances.check(placed.natural(found), case.answer, case, placed.inputs, "without an axis")
+            tolerances.check(placed.natural(found), case.answer, case, "without an axis")
