@@ -12,7 +12,7 @@ from broken_numbers import DROPOUT, RESULTS, SCORES
 from broken_sizes import SIZES
 from broken_tiles import TILES
 from numpy_ring import Dense, OneAfterAnother, run
-from ringattn_conformance import tiers, tolerances
+from ringattn_conformance import tiers, comparison
 from ringattn_conformance.cases import Case
 from ringattn_conformance.lattice import mixtures, points
 from ringattn_conformance.ranks import Placement
@@ -44,7 +44,7 @@ def catches(call: tuple[Case, Placement], kernel: Dense) -> bool:
     with np.errstate(all="ignore"):
         got = run(case, placement, kernel)
     try:
-        tolerances.check(got, case.answer, case)
+        comparison.check(got, case.answer, case)
     except AssertionError:
         return True
     return False
@@ -75,7 +75,7 @@ def test_few_faults_are_left_to_the_full_tier():
 
 def beyond_half(kernel: Dense, among: Iterable[tuple[Case, Placement]], patch: pytest.MonkeyPatch) -> list[str]:
     """The calls in which a result of this kernel is off by more than half of its tolerance."""
-    patch.setattr(tolerances, "factor", 0.5)
+    patch.setattr(comparison, "factor", 0.5)
     return [f"{case} on {placement}" for case, placement in among if catches((case, placement), kernel)]
 
 

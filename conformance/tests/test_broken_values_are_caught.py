@@ -8,7 +8,7 @@ import pytest
 from broken_values import OF_ROWS, VALUES
 from draw_release import values
 from numpy_ring import OneAfterAnother
-from ringattn_conformance import domains, tiers, tolerances
+from ringattn_conformance import domains, tiers, comparison
 from ringattn_conformance.cases import ENTRIES
 from ringattn_conformance.lattice import Point, drawn
 from ringattn_core import Feature
@@ -50,7 +50,7 @@ def test_every_row_of_the_domains_has_a_broken_kernel():
 
 
 def test_a_right_kernel_that_rounds_often_has_half_of_every_tolerance_left(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tolerances, "factor", 0.5)
+    monkeypatch.setattr(comparison, "factor", 0.5)
     today = drawn(domains.today(SEED)[:12], frozenset(Feature))
     wrong = [str(one) for one in (*calls(tiers.FULL), *today) if catches((one.case, one.placement), OneAfterAnother())]
     assert wrong == []

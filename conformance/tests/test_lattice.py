@@ -12,7 +12,7 @@ from ringattn_conformance import case_inputs, oracle, tiers
 from ringattn_conformance.cases import CASES, ENTRIES, NAMED, Case
 from ringattn_conformance.lattice import LAYOUTS, Point, calls, mixtures, points, untried
 from ringattn_conformance.tiers import RINGS
-from ringattn_conformance.tolerances import allowed
+from ringattn_conformance.comparison import allowed
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
 

@@ -22,6 +22,7 @@ OPERANDS: Final = {
     "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias", "slopes": "dslopes",
 }  # fmt: skip
 """The differentiable inputs and the names of their gradients."""
+OF_GRADIENTS: Final = {gradient: name for name, gradient in OPERANDS.items()}
 KEYWORDS: Final = {
     "q": "query", "k": "key", "v": "value", "sinks": "softmax_aux", "bias": "bias", "slopes": "alibi_slopes",
     "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
@@ -248,12 +249,11 @@ def load(name: str) -> Any:
     """Reads a JSON file of this package; lists become tuples."""
 
     def frozen(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: frozen(value) for key, value in x.items()}
         return tuple(map(frozen, x)) if isinstance(x, list) else x
 
-    def of_object(found: dict[str, Any]) -> dict[str, Any]:
-        return {key: frozen(x) for key, x in found.items()}
-
-    return json.loads(Path(__file__).with_name(name).read_text(), object_hook=of_object)
+    return frozen(json.loads(Path(__file__).with_name(name).read_text()))
 
 
 ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = load("cases.json")

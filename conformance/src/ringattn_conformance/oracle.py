@@ -58,6 +58,11 @@ class Answer:
     empty: np.ndarray | None = None
     max_logits: np.ndarray | None = None
 
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All results: the outputs of a call and its gradients."""
+        return {"out": self.out, "lse": self.lse, "max_logits": self.max_logits, **self.gradients}
+
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox 4x32-10 of Salmon et al. for one counter, in Python integers."""

@@ -9,7 +9,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from . import oracle, tolerances
+from . import comparison, oracle
 from .cases import Case
 from .ranks import Local, Placed, run
 
@@ -74,4 +74,4 @@ def agrees(
         got = run(placed, gradients, local)
         if right:
             answer = case.answer if problem is None else oracle.attend(problem, inputs.dout, inputs.dlse)
-            tolerances.check(got, answer, case, f"on {placement}")
+            comparison.check(got, answer, case, f"on {placement}")

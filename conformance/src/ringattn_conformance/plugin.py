@@ -51,10 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
         set_environment()
-        from . import tolerances
+        from . import comparison
 
-        config.add_cleanup(functools.partial(setattr, tolerances, "factor", tolerances.factor))
-        tolerances.factor = config.option.ringattn_tolerance_factor
+        config.add_cleanup(functools.partial(setattr, comparison, "factor", comparison.factor))
+        comparison.factor = config.option.ringattn_tolerance_factor
         if config.option.ringattn_seed is None:  # before workers start: they copy this process's options
             config.option.ringattn_seed = int(date.today().strftime("%Y%m%d"))
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)

@@ -19,7 +19,7 @@ from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
 from . import oracle
-from .cases import KEYWORDS, OPERANDS, Case, Inputs
+from .cases import KEYWORDS, OF_GRADIENTS, OPERANDS, Case, Inputs
 
 RING: Final = "ring"
 DATA: Final = "data"
@@ -190,9 +190,8 @@ class Placed:
 
     def natural(self, found: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The results, and then the gradients, as NumPy arrays in natural order."""
-        names = {gradient: name for name, gradient in OPERANDS.items()}
-        ordered = sorted(found, key=names.__contains__)
-        return {name: self.laid_out(names.get(name, name), found[name], inverse=True) for name in ordered}
+        ordered = sorted(found, key=OF_GRADIENTS.__contains__)
+        return {name: self.laid_out(OF_GRADIENTS.get(name, name), found[name], inverse=True) for name in ordered}
 
 
 def place(case: Case, placement: Placement, backend: str) -> Placed:

@@ -10,7 +10,6 @@ from . import results, run_options, tiers
 from .collection import Collection, Name, in_suite, name_of
 from .expectations import Expectations
 from .results import Results
-from .wrong import Wrong
 
 NAME: Final = "ringattn_name"
 """The property of a test report that carries the test's `Name` from a worker to the main process."""
@@ -80,6 +79,8 @@ class Recorder:
         Of a `Wrong` result it is the message. Of an error that an earlier test raised too, at the same place, it is the
         name of that test.
         """
+        from .comparison import Wrong
+
         if isinstance(error.value, Wrong):
             return str(error.value)  # its traceback ends in the suite and never shows the backend
         first = self.causes.setdefault((error.exconly(), str(error.traceback[-1])), test)

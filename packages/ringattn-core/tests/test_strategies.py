@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from ringattn_conformance import tolerances
+from ringattn_conformance import comparison
 from ringattn_conformance.cases import Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, place, with_gradients
 from ringattn_core import Backend, Feature, ring_attention
@@ -58,7 +58,7 @@ def agrees(case: Case, placement: Placement, outer: int | None = None, mesh: Mes
     if mesh is not None:
         everywhere = functools.partial(placed.local, mesh=mesh)
     found = jax.jit(with_gradients(everywhere))(placed.operands, placed.fixed, placed.cotangents)
-    tolerances.check(placed.natural(found), case.answer, case, f"on {placed.placement}")
+    comparison.check(placed.natural(found), case.answer, case, f"on {placed.placement}")
 
 
 @pytest.mark.parametrize(

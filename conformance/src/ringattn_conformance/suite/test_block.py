@@ -19,7 +19,7 @@ from ringattn_core.ring import blocks as ring_blocks
 from ringattn_core.ring import engine
 from ringattn_core.ring.sends import KV
 
-from ringattn_conformance import tiers, tolerances, wrong
+from ringattn_conformance import comparison, tiers
 from ringattn_conformance.cases import CASES, KEYWORDS, OPERANDS, Case
 from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import static_options
@@ -86,10 +86,10 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         axis = _OF_KEYS.get(name)
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
-    faults += tolerances.against_oracle(got, answer, case)
-    if not tolerances.half_partials:
-        faults += tolerances.rounded_to_half(got, answer)
-    wrong.fail_if(faults, tolerances.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
+    faults += comparison.against_oracle(got, answer, case)
+    if not comparison.half_partials:
+        faults += comparison.rounded_to_half(got, answer)
+    comparison.fail_if(faults, comparison.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
 
 
 @tiers.core

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerances, wrong
+from ringattn_conformance import comparison, oracle, tiers
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
 from ringattn_conformance.outcomes import agrees, declared, owed
 from ringattn_conformance.ranks import RING, Arrays, Local, Placed, Placement, place
@@ -32,7 +32,7 @@ def _inner(results: Arrays, cotangents: Arrays) -> jax.Array:
 
 def _check(placed: Placed, gradients: Arrays, where: str) -> None:
     got = placed.natural({OPERANDS[name]: x for name, x in gradients.items()})
-    tolerances.check(got, placed.case.answer, placed.case, where)
+    comparison.check(got, placed.case.answer, placed.case, where)
 
 
 @tiers.mark(tiers.CORE, "grad", "checkpoint")
@@ -71,8 +71,8 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
         if right:
             for name, a, b in zip(("dx", "dsinks"), *found, strict=True):
                 b = np.asarray(b, np.float64)
-                faults = wrong.difference(name, a, b, tolerances.allowed(name, "float32", b, 0.0))
-                wrong.fail_if(faults, "scan against layers one by one")
+                faults = comparison.difference(name, a, b, comparison.allowed(name, "float32", b, 0.0))
+                comparison.fail_if(faults, "scan against layers one by one")
 
 
 @tiers.mark(tiers.CORE, "checked")
@@ -146,12 +146,12 @@ def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
             sinks = found.pop("sinks")
             if sinks.ndim == 1:
                 total = np.sum([answer.gradients["dsinks"] for answer in answers], 0)
-                tolerance = tolerances.allowed("dsinks", "float32", total, 0.0)
-                wrong.fail_if(wrong.difference("dsinks", sinks, total, tolerance), order)
+                tolerance = comparison.allowed("dsinks", "float32", total, 0.0)
+                comparison.fail_if(comparison.difference("dsinks", sinks, total, tolerance), order)
             for number, (placed, answer) in enumerate(zip(examples, answers, strict=True)):
                 mine = {OPERANDS[name]: x[number] for name, x in found.items()}
                 mine |= {"dsinks": sinks[number]} if sinks.ndim > 1 else {}
-                tolerances.check(placed.natural(mine), answer, placed.case, f"{order}, example {number}")
+                comparison.check(placed.natural(mine), answer, placed.case, f"{order}, example {number}")
 
 
 @tiers.core
@@ -162,4 +162,4 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
     with owed(ringattn_backend, case.needs) as right:
         found = alone(placed.operands, placed.fixed)
         if right:
-            tolerances.check(placed.natural(found), case.answer, case, "without an axis")
+            comparison.check(placed.natural(found), case.answer, case, "without an axis")
