@@ -214,8 +214,7 @@ def _seen_by_heads(i: Any, j: Any, head: int) -> Any:
     return j <= i if head % 7 == 0 else (j >= i - left) & (j <= i + right)
 
 
-def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return ((masks.Prefix(7) | masks.Causal()) & ~masks.Local(2, 2)) | masks.Chunked(5)
+ALGEBRA: Final = ((masks.Prefix(7) | masks.Causal()) & ~masks.Local(2, 2)) | masks.Chunked(5)
 
 
 def _seen_by_algebra(i: Any, j: Any, head: int) -> Any:
@@ -227,10 +226,6 @@ def _scattered(i: Any, j: Any, head: int = 0) -> Any:
     return (i * 7 + j * 3) % 5 < 3
 
 
-def _predicate(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return masks.Predicate(_scattered)
-
-
 @dataclasses.dataclass(frozen=True)
 class Indexed:
     """Stands for a mask of another library: an object with only a shape and indexing as in NumPy."""
@@ -240,10 +235,6 @@ class Indexed:
     def __getitem__(self, key: tuple[Any, Any]) -> np.ndarray:
         rows, columns = (np.broadcast_to(x, self.shape)[key] for x in np.ogrid[: self.shape[0], : self.shape[1]])
         return _scattered(rows, columns)
-
-
-def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> Indexed:
-    return Indexed((q_len, kv_len))
 
 
 SEGMENTS: Final[dict[str, Draw]] = {
@@ -258,7 +249,7 @@ POSITIONS: Final[dict[str, Draw]] = {
 }  # fmt: skip
 BUILDERS: Final = {
     "of-heads": Builder(_of_heads, _seen_by_heads),
-    "algebra": Builder(_algebra, _seen_by_algebra),
-    "predicate": Builder(_predicate, _scattered),
-    "indexed": Builder(_indexed, _scattered, by_index=True),
+    "algebra": Builder(lambda *_: ALGEBRA, _seen_by_algebra),
+    "predicate": Builder(lambda *_: masks.Predicate(_scattered), _scattered),
+    "indexed": Builder(lambda q_len, kv_len, *_: Indexed((q_len, kv_len)), _scattered, by_index=True),
 }

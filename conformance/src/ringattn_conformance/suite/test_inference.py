@@ -13,15 +13,13 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import ENTRIES, KEYWORDS, of_entry
-from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.outcomes import agrees
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, static_options
 
 LENGTHS: Final = np.array([45, 11])
 """The tokens in each batch row of a cache with room for 48. With 16 queries, row 1 has some negative positions."""
 QUERIES: Final = 16
-CASES: Final = {entry["name"]: of_entry(entry) for entry in ENTRIES["cache"]}
-RINGS: Final = (4, 2, 8, 1)
+CASES: Final = {entry["name"]: entry for entry in ENTRIES["cache"]}
 
 
 class WholeQueries(Placed):
@@ -33,11 +31,10 @@ class WholeQueries(Placed):
 
 
 def _placed(name: str, backend: str, tokens: int = QUERIES) -> Placed:
-    """The case of that name, with this number of queries. Rings and layouts differ from one case to the next."""
-    number = list(CASES).index(name)
-    ring = RINGS[number % len(RINGS)]
-    layout = LAYOUTS[(number + 1) % len(LAYOUTS)] if ring > 1 else LAYOUTS[0]
-    return place(dataclasses.replace(CASES[name], q_length=tokens), Placement(ring, layout), backend)
+    """The case of that name, with this number of queries."""
+    entry = CASES[name]
+    case = dataclasses.replace(of_entry(entry), q_length=tokens)
+    return place(case, Placement(entry["ring"], entry["layout"]), backend)
 
 
 def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
