@@ -45,10 +45,8 @@ def test_of_the_core(ringattn_backend):
     pass
 """,
     "test_second": """
-import pytest
 from ringattn_conformance import tiers
 
-@pytest.mark.slow
 @tiers.mark(tiers.EXHAUSTIVE)
 def test_rare(ringattn_backend):
     pass
@@ -90,7 +88,7 @@ class SmallSuite:
         (folder / "suite").mkdir()
         for name, content in SUITE.items():
             (folder / "suite" / f"{name}.py").write_text(content)
-        (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+        (folder / "pytest.ini").write_text("[pytest]\n")
         (folder / "conftest.py").write_text(CONFTEST)
 
     def __call__(self, *arguments: str, only: str = "suite", **variables: str) -> Done:
