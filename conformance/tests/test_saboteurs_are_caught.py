@@ -55,7 +55,7 @@ def test_a_broken_backend_fails_the_tests_that_are_named_for_it_and_no_other(sab
     sabotage = SABOTEURS[saboteur]
     *caught_by, passes = _tests_of(saboteur)
     for test in caught_by:
-        assert verdicts()[_name(test)] == "failed", f"{sabotage.fault} It went past {test}"
+        assert verdicts()[_name(test)] == "failed", f"{sabotage.kernel.fault} It went past {test}"
     assert verdicts()[_name(passes)] == "passed"
 
 
