@@ -32,7 +32,8 @@ class Point:
 
 def calls(features: Collection[Feature], seed: int) -> list[Point]:
     """Every call that judges a backend with these features, including the calls drawn with `seed`."""
-    return [*points(), *mixtures(features), *drawn((*ENTRIES["values"], *domains.today(seed)), features)]
+    values = (*ENTRIES["values"], *domains.today(seed))
+    return [*points(), *drawn(ENTRIES["mixtures"], features), *drawn(values, features)]
 
 
 def points() -> list[Point]:
@@ -50,11 +51,6 @@ def points() -> list[Point]:
         )
         found += [chosen, *(one for one in everywhere if one.name != chosen.name)]
     return found
-
-
-def mixtures(features: Collection[Feature]) -> list[Point]:
-    """The calls with many options at once, without options that need features outside `features`."""
-    return drawn(ENTRIES["mixtures"], features)
 
 
 def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature]) -> list[Point]:
