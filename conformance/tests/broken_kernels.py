@@ -107,6 +107,10 @@ def seed_of_the_first_row(block: Block) -> Block:
     return but(block, seed=None if block.seed is None else jnp.full_like(block.seed, block.seed[0]))
 
 
+def slopes_of_the_first_row(block: Block) -> Block:
+    return block if block.slopes is None else but(block, slopes=jnp.repeat(block.slopes[:1], len(block.slopes), 0))
+
+
 def no_bias_gradient(block: Block, right: Gradients) -> Gradients:
     return right if right.dbias is None else but(right, dbias=jnp.zeros_like(right.dbias))
 

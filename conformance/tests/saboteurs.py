@@ -193,6 +193,10 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
         Broken("All rows of the batch have the dropout seed of the first.", broken.seed_of_the_first_row),
         (_VMAP,), _PLAIN,
     ),
+    "slopes-of-the-first-row": Sabotage(
+        Broken("All rows of the batch have the slopes of the first.", broken.slopes_of_the_first_row),
+        (_VMAP,), _PLAIN,
+    ),
     "products-in-bfloat16": Sabotage(
         Broken("Products of float32 are made in bfloat16.",
                lambda block: but(block, q=narrow(block.q), kv=jax.tree.map(narrow, block.kv)), FORWARD),

@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 from small_suites import LETTER, SUITE, SmallSuite, expecting
 
-EVERY = [
-    f"{LETTER}[a]",
-    f"{LETTER}[b]",
-    f"{LETTER}[c]",
-    "test_first::test_of_the_core",
-]
-PROCESSES = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+EVERY = [*(f"{LETTER}[{letter}]" for letter in "abc"), "test_first::test_of_the_core"]
 
 
-@PROCESSES
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_a_whole_run_is_certified_and_says_what_it_saw(ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]):
     done = ran(*workers)
     assert done.code == 0, done.text
@@ -142,6 +136,7 @@ def test_of_failures_of_one_cause_one_traceback_is_printed(ran: SmallSuite):
 
 def test_a_test_outside_the_suite_may_fail_and_does_not_count_as_the_suite(ran: SmallSuite, tmp_path: Path):
     (tmp_path / "test_own.py").write_text(SUITE["test_first"])
-    done = ran(only="test_own.py", RINGATTN_WRONG="a")
+    done = ran("-k", "letter", only="test_own.py", RINGATTN_WRONG="a")
     assert done.backend["failed"] == ["test_own::test_letter[a]"]
+    assert done.backend["not_run"] == []
     assert done.backend["uncollected"] == ["test_first", "test_second"]
