@@ -101,7 +101,7 @@ class SmallSuite:
 
     def _apart(self, line: list[str], variables: dict[str, str]) -> tuple[int, str]:
         done = started(self.folder, "-m", "pytest", *line, **variables)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stderr + done.stdout  # the verdict is the last line of what is printed
 
     def _here(self, line: list[str], variables: dict[str, str]) -> tuple[int, str]:
         with self.monkeypatch.context() as patch:
