@@ -205,9 +205,9 @@ def reason(message: str) -> str:
 
 def score(name: str) -> str:
     """Runs the suite against one library, in this process, and returns its row of the table."""
-    from ringattn_conformance import devices
+    from ringattn_conformance import plugin
 
-    devices.set_environment()  # before JAX is imported
+    plugin.set_environment()  # before JAX is imported
     import jax
     from ringattn_conformance import ranks
     from ringattn_core import Backend, Feature, from_flash

@@ -13,13 +13,12 @@ Condition = Callable[[Block], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """A fault, the kernel that has it, and whether the core tier catches it; the full tier must.
+    """A kernel with a fault, and whether the core tier catches it; the full tier must.
 
     `rarer` has pairs of a dtype and a kernel with the fault in this dtype only, some of them only on one rank or with
     longer shards. The full tier must catch each of them.
     """
 
-    fault: str
     kernel: Dense
     core: bool = True
     rarer: tuple[tuple[str, Dense], ...] = ()

@@ -94,10 +94,8 @@ def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
     """The mask of a builder by the places in the shard."""
     builder = block.case.masks_of_heads
     assert builder is not None
-    (rows, columns), heads = (block.q_index.size, block.kv_index.size), block.q.shape[2]
-    i, j = np.arange(rows)[None, :, None], np.arange(columns)[None, None]
-    each = [builder.seen(i, j, i[0], j[0], head) for head in range(heads)]
-    return np.stack([np.broadcast_to(one, (1, rows, columns)) for one in each], 1)
+    rows, columns = (np.arange(index.size)[None] for index in (block.q_index, block.kv_index))
+    return builder.at(rows, columns, block.q.shape[2])
 
 
 def without_tiles_of_later_keys(block: Block, right: np.ndarray) -> np.ndarray:
@@ -133,142 +131,99 @@ def without_tiles_of_128_of_the_first_row(block: Block, right: np.ndarray) -> np
 
 
 WINDOWS: Final = {
-    "window-ignored-in-half": Break("In half precision the window is ignored.", lost("window", half)),
-    "window-lost-with-causal": Break("With `causal` the window is ignored.", lost("window", has("causal"))),
-    "window-lost-with-groups": Break(
-        "With grouped heads the window is ignored.", lost("window", lambda block: block.group > 1)
-    ),
-    "window-lost-with-ids": Break("With segment ids the window is ignored.", lost("window", has("q_ids"))),
-    "open-window-misread": Break(
-        "A side of a window that is `None` is taken for 0.",
+    "In half precision the window is ignored": Break(lost("window", half)),
+    "With `causal` the window is ignored": Break(lost("window", has("causal"))),
+    "With grouped heads the window is ignored": Break(lost("window", lambda block: block.group > 1)),
+    "With segment ids the window is ignored": Break(lost("window", has("q_ids"))),
+    "A side of a window that is `None` is taken for 0": Break(
         with_window(lambda sides: tuple(side or 0 for side in sides), lambda block: None in block.window),
     ),
-    "left-zero-is-open": Break(
-        "A left side of 0 is taken for `None`.", with_window(lambda sides: (sides[0] or None, sides[1]))
-    ),
-    "right-zero-is-open": Break(
-        "A right side of 0 is taken for `None`.", with_window(lambda sides: (sides[0], sides[1] or None))
-    ),
-    "right-side-off-by-one": Break(
-        "The right end of a window is one key too far.",
+    "A left side of 0 is taken for `None`": Break(with_window(lambda sides: (sides[0] or None, sides[1]))),
+    "A right side of 0 is taken for `None`": Break(with_window(lambda sides: (sides[0], sides[1] or None))),
+    "The right end of a window is one key too far": Break(
         with_window(lambda sides: (sides[0], sides[1] and sides[1] + 1)),
     ),
-    "right-side-lost": Break(
-        "The right side of a window is taken for `None`.",
+    "The right side of a window is taken for `None`": Break(
         without_right_side(),
         rarer=tuple((name, without_right_side(in_dtype(name, alone))) for name in DTYPES),
     ),
-    "right-side-short-in-half": Break(
-        "In half precision the right end of a window is exclusive.",
+    "In half precision the right end of a window is exclusive": Break(
         with_window(lambda sides: (sides[0], sides[1] and sides[1] - 1), half),
     ),
-    "left-zero-is-open-in-half": Break(
-        "In half precision a left side of 0 is taken for `None`.",
+    "In half precision a left side of 0 is taken for `None`": Break(
         with_window(lambda sides: (sides[0] or None, sides[1]), half),
     ),
-    "right-zero-is-open-with-ids": Break(
-        "With segment ids a right side of 0 is taken for `None`.",
+    "With segment ids a right side of 0 is taken for `None`": Break(
         with_window(lambda sides: (sides[0], sides[1] or None), has("q_ids")),
     ),
-    "sides-swapped": Break("The sides of a window are swapped.", with_window(lambda sides: sides[::-1])),
-    "window-by-index": Break(
-        "A window compares indices where positions are given.",
+    "The sides of a window are swapped": Break(with_window(lambda sides: sides[::-1])),
+    "A window compares indices where positions are given": Break(
         masked("window", lambda block, right: window(indices(block), block.window)),
     ),
-    "window-or-causal": Break("A key passes if the window or `causal` allows it.", either("window", "causal")),
-    "window-or-chunk": Break("A key passes if the window or the chunk allows it.", either("window", "chunk")),
-    "window-lost-zigzag-float16": Break(
-        "With `causal`, in float16 and zigzag layout the window is ignored.",
+    "A key passes if the window or `causal` allows it": Break(either("window", "causal")),
+    "A key passes if the window or the chunk allows it": Break(either("window", "chunk")),
+    "With `causal`, in float16 and zigzag layout the window is ignored": Break(
         lost("window", has("causal", and_also=lambda block: float16(block) and block.placement.layout == "zigzag")),
     ),
-    "window-lost-with-chunk-ids-float16": Break(
-        "With chunks and segment ids in float16 the window is ignored.",
+    "With chunks and segment ids in float16 the window is ignored": Break(
         lost("window", has("chunk", "q_ids", and_also=float16)),
     ),
 }
 POSITIONS: Final = {
-    "causal-by-index": Break(
-        "`causal` compares indices in half precision.",
+    "`causal` compares indices in half precision": Break(
         masked("causal", lambda block, right: causal(indices(block)), half),
     ),
-    "causal-strict-zigzag": Break(
-        "In zigzag layout a query does not see its own key.",
+    "In zigzag layout a query does not see its own key": Break(
         masked(
             "causal",
             lambda block, right: right & ~causal(coordinates(block)[::-1]),
             lambda block: block.placement.layout == "zigzag",
         ),
     ),
-    "causal-lost-with-window-and-ids": Break(
-        "With a window and segment ids `causal` is ignored.", lost("causal", has("window", "q_ids"))
-    ),
-    "causal-lost-with-bias": Break(
-        "With a bias in bfloat16 `causal` is ignored.", lost("causal", has("bias", and_also=bfloat16))
-    ),
-    "causal-lost-with-dense-mask": Break(
-        "With a dense mask in float16 `causal` is ignored.", lost("causal", has("mask", and_also=float16))
-    ),
-    "causal-lost-alone-in-float16": Break(
-        "On one rank `causal` is ignored in float16.",
+    "With a window and segment ids `causal` is ignored": Break(lost("causal", has("window", "q_ids"))),
+    "With a bias in bfloat16 `causal` is ignored": Break(lost("causal", has("bias", and_also=bfloat16))),
+    "With a dense mask in float16 `causal` is ignored": Break(lost("causal", has("mask", and_also=float16))),
+    "On one rank `causal` is ignored in float16": Break(
         lost("causal", in_dtype("float16", alone)),
         core=False,
     ),
-    "chunk-by-index": Break(
-        "Chunks compare indices where positions are given.",
+    "Chunks compare indices where positions are given": Break(
         masked("chunk", lambda block, right: chunk_from(block, indices(block))),
     ),
-    "chunk-from-the-shard": Break(
-        "Chunks are counted from the first position of the shard.",
+    "Chunks are counted from the first position of the shard": Break(
         masked("chunk", lambda block, right: chunk_from(block, coordinates(block), block.q_positions.min())),
     ),
-    "chunk-not-causal": Break(
-        "A query sees its whole chunk.",
+    "A query sees its whole chunk": Break(
         masked(
             "chunk",
             lambda block, right: right | np.swapaxes(right, 2, 3) if right.shape[2] == right.shape[3] else right,
         ),
     ),
-    "chunk-rounds-to-zero": Break(
-        "In half precision negative positions are divided towards zero.",
+    "In half precision negative positions are divided towards zero": Break(
         masked("chunk", lambda block, right: truncated_chunk(block), half),
     ),
-    "chunk-lost-with-window": Break(
-        "With a window in half precision the chunk is ignored.", lost("chunk", has("window", and_also=half))
-    ),
-    "chunk-lost-with-ids": Break(
-        "With segment ids in bfloat16 the chunk is ignored.",
+    "With a window in half precision the chunk is ignored": Break(lost("chunk", has("window", and_also=half))),
+    "With segment ids in bfloat16 the chunk is ignored": Break(
         lost("chunk", has("q_ids", and_also=bfloat16)),
     ),
-    "positions-of-16-bits": Break(
-        "Positions have 16 bits.", with_positions(lambda x: x.astype(np.int16).astype(np.int64))
-    ),
-    "positions-of-16-bits-past-rank-0": Break(
-        "From the second rank on, positions have 16 bits.",
+    "Positions have 16 bits": Break(with_positions(lambda x: x.astype(np.int16).astype(np.int64))),
+    "From the second rank on, positions have 16 bits": Break(
         with_positions(lambda x: x.astype(np.int16).astype(np.int64), lambda block: block.rank > 0),
     ),
-    "positions-in-float32": Break("Positions are compared in float32.", with_positions(lambda x: x.astype(np.float32))),
-    "positions-of-the-first-row": Break(
-        "All rows of the batch have the positions of the first.", with_positions(lambda x: x[:1])
-    ),
-    "negative-positions-clipped": Break(
-        "In half precision negative positions are taken for 0.", with_positions(lambda x: np.maximum(x, 0), half)
-    ),
-    "positions-of-queries-alone": Break(
-        "Only queries have the positions that are given.", changed(kv_positions=lambda block: block.kv_index[None])
-    ),
-    "positions-one-after-another": Break(
-        "In half precision each position is one more than the one before it.",
+    "Positions are compared in float32": Break(with_positions(lambda x: x.astype(np.float32))),
+    "All rows of the batch have the positions of the first": Break(with_positions(lambda x: x[:1])),
+    "In half precision negative positions are taken for 0": Break(with_positions(lambda x: np.maximum(x, 0), half)),
+    "Only queries have the positions that are given": Break(changed(kv_positions=lambda block: block.kv_index[None])),
+    "In half precision each position is one more than the one before it": Break(
         with_positions(
             lambda x: x[:, :1] + np.arange(x.shape[1]),
             lambda block: half(block) and block.case.positions is not None and block.placement.layout == "contiguous",
         ),
     ),
-    "tiles-judged-by-their-ends": Break(
-        "In half precision a tile is skipped if its first key comes after its last query.",
+    "In half precision a tile is skipped if its first key comes after its last query": Break(
         masked("causal", without_tiles_of_later_keys, half),
     ),
-    "tiles-judged-by-the-first-row": Break(
-        "In half precision tiles are skipped for all rows of the batch by the positions of the first.",
+    "In half precision tiles are skipped for all rows of the batch by the positions of the first": Break(
         masked(
             "causal",
             without_tiles_of_the_first_row,
@@ -279,93 +234,58 @@ POSITIONS: Final = {
         ),
         rarer=(("float32", masked("causal", without_tiles_of_128_of_the_first_row, dtype("float32"))),),
     ),
-    "odd-last-key": Break("Of an odd number of keys the last is left out in bfloat16.", without_tail(2, bfloat16)),
-    "keys-after-the-last-8": Break(
-        "The keys after the last multiple of 8 are left out in half precision.", without_tail(8, half)
-    ),
-    "keys-after-the-last-128": Break(
-        "The keys after the last multiple of 128 are left out in half precision.", without_tail(128, half), core=False
+    "Of an odd number of keys the last is left out in bfloat16": Break(without_tail(2, bfloat16)),
+    "The keys after the last multiple of 8 are left out in half precision": Break(without_tail(8, half)),
+    "The keys after the last multiple of 128 are left out in half precision": Break(
+        without_tail(128, half), core=False
     ),
 }
 IDS: Final = {
-    "ids-of-8-bits": Break("Segment ids have 8 bits.", of_ids(through(np.uint8))),
-    "ids-of-16-bits": Break("Segment ids have 16 bits.", of_ids(through(np.uint16))),
-    "ids-of-24-bits": Break("Segment ids have 24 bits.", of_ids(lambda q, kv: real(q, kv) & ((q ^ kv) % 2**24 == 0))),
-    "ids-in-float32": Break("Segment ids are compared in float32.", of_ids(through(np.float32))),
-    "ids-without-their-last-bit": Break(
-        "The last bit of segment ids is lost.", of_ids(lambda q, kv: real(q, kv) & (q >> 1 == kv >> 1))
-    ),
-    "id-zero-is-padding": Break(
-        "In half precision the id 0 is padding.", of_ids(lambda q, kv: (q == kv) & (q > 0), half)
-    ),
-    "second-negative-id": Break("Only the id -1 is padding.", of_ids(lambda q, kv: (q == kv) & (q != -1))),
-    "padding-sees-padding-in-half": Break(
-        "In half precision padding sees padding of its own id.", of_ids(lambda q, kv: q == kv, half)
-    ),
-    "padding-is-seen": Break(
-        "In half precision every query sees the keys in padding.",
+    "Segment ids have 8 bits": Break(of_ids(through(np.uint8))),
+    "Segment ids have 16 bits": Break(of_ids(through(np.uint16))),
+    "Segment ids have 24 bits": Break(of_ids(lambda q, kv: real(q, kv) & ((q ^ kv) % 2**24 == 0))),
+    "Segment ids are compared in float32": Break(of_ids(through(np.float32))),
+    "The last bit of segment ids is lost": Break(of_ids(lambda q, kv: real(q, kv) & (q >> 1 == kv >> 1))),
+    "In half precision the id 0 is padding": Break(of_ids(lambda q, kv: (q == kv) & (q > 0), half)),
+    "Only the id -1 is padding": Break(of_ids(lambda q, kv: (q == kv) & (q != -1))),
+    "In half precision padding sees padding of its own id": Break(of_ids(lambda q, kv: q == kv, half)),
+    "In half precision every query sees the keys in padding": Break(
         of_ids(lambda q, kv: real(q, kv) & (q == kv) | (kv < 0), half),
     ),
-    "earlier-documents-seen": Break(
-        "A query sees all documents before its own.", of_ids(lambda q, kv: real(q, kv) & (q >= kv))
-    ),
-    "ids-of-the-second-row": Break(
-        "From the third row of the batch on, the ids are those of the second.",
+    "A query sees all documents before its own": Break(of_ids(lambda q, kv: real(q, kv) & (q >= kv))),
+    "From the third row of the batch on, the ids are those of the second": Break(
         with_ids(lambda ids: ids[np.minimum(np.arange(len(ids)), 1)]),
     ),
-    "ids-lost-with-slopes": Break(
-        "With ALiBi in half precision segment ids are ignored.", lost("ids", has("slopes", and_also=half))
-    ),
-    "ids-lost-with-a-builder-and-a-dense-mask": Break(
-        "With `mask_builder` and a dense mask segment ids are ignored.", lost("ids", has("built", "mask"))
-    ),
-    "ids-lost-at-256": Break(
-        "With `causal` and heads of 256 in float16 segment ids are ignored.",
+    "With ALiBi in half precision segment ids are ignored": Break(lost("ids", has("slopes", and_also=half))),
+    "With `mask_builder` and a dense mask segment ids are ignored": Break(lost("ids", has("built", "mask"))),
+    "With `causal` and heads of 256 in float16 segment ids are ignored": Break(
         lost("ids", has("causal", and_also=lambda block: float16(block) and block.q.shape[-1] == 256)),
     ),
 }
 GIVEN: Final = {
-    "builder-by-local-index": Break(
-        "The mask of `mask_builder` is read at the places in the shard.", masked("built", local_builder)
-    ),
-    "builder-of-the-first-head": Break(
-        "All heads have the mask of the first.", masked("built", lambda block, right: right[:, :1])
-    ),
-    "builder-of-two-masks": Break(
-        "From the third head on, heads have the mask of the first or of the second by turns.",
+    "The mask of `mask_builder` is read at the places in the shard": Break(masked("built", local_builder)),
+    "All heads have the mask of the first": Break(masked("built", lambda block, right: right[:, :1])),
+    "From the third head on, heads have the mask of the first or of the second by turns": Break(
         masked("built", lambda block, right: right[:, np.arange(right.shape[1]) % 2]),
     ),
-    "builder-of-key-heads": Break(
-        "`mask_of_head` is read by key heads.",
+    "`mask_of_head` is read by key heads": Break(
         masked("built", lambda block, right: right[:, np.arange(block.q.shape[2]) // block.group]),
     ),
-    "builder-or-window": Break(
-        "A key passes if the mask of `mask_builder` or the window allows it.", either("built", "window")
-    ),
-    "builder-or-dense-mask": Break(
-        "A key passes if the mask of `mask_builder` or the dense mask allows it.", either("built", "mask")
-    ),
-    "builder-lost-with-window": Break(
-        "With a window in float16 the mask of `mask_builder` is ignored.",
+    "A key passes if the mask of `mask_builder` or the window allows it": Break(either("built", "window")),
+    "A key passes if the mask of `mask_builder` or the dense mask allows it": Break(either("built", "mask")),
+    "With a window in float16 the mask of `mask_builder` is ignored": Break(
         lost("built", has("window", and_also=float16)),
     ),
-    "dense-mask-of-the-first-head": Break(
-        "All heads have the dense mask of the first.", masked("mask", lambda block, right: right[:, :1])
-    ),
-    "dense-mask-of-the-first-row": Break(
-        "All rows of the batch have the dense mask of the first.", masked("mask", lambda block, right: right[:1])
-    ),
-    "dense-mask-of-other-rows": Break(
-        "In half precision a dense mask with all axes is read for the rows of the batch in reverse order.",
+    "All heads have the dense mask of the first": Break(masked("mask", lambda block, right: right[:, :1])),
+    "All rows of the batch have the dense mask of the first": Break(masked("mask", lambda block, right: right[:1])),
+    "In half precision a dense mask with all axes is read for the rows of the batch in reverse order": Break(
         masked("mask", lambda block, right: right[::-1] if right.shape[1] > 1 else right, half),
     ),
-    "dense-mask-of-all-heads-lost": Break(
-        "In half precision a dense mask that all heads share is ignored.",
+    "In half precision a dense mask that all heads share is ignored": Break(
         lost("mask", lambda block: half(block) and block.mask.shape[1] == 1),
     ),
-    "dense-mask-of-all-rows-lost": Break(
-        "In half precision a dense mask that all rows of the batch share is ignored.",
+    "In half precision a dense mask that all rows of the batch share is ignored": Break(
         lost("mask", lambda block: half(block) and block.mask.shape[0] == 1),
     ),
-    "dense-mask-lost-with-dropout": Break("With dropout the dense mask is ignored.", lost("mask", has("kept"))),
+    "With dropout the dense mask is ignored": Break(lost("mask", has("kept"))),
 }

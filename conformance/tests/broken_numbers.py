@@ -23,8 +23,8 @@ def by_index(block: Block) -> np.ndarray:
     return np.abs(block.q_index[:, None] - block.kv_index[None]).astype(np.float64)[None, None]
 
 
-def of_distance(wrong: Callable[[Block, Any], Any]) -> Dense:
-    return wrong_in("distance", lambda right, block: wrong(block, right(block)))
+def of_distance(wrong: Callable[[Block, Any], Any], when: Condition = always) -> Dense:
+    return wrong_in("distance", lambda right, block: wrong(block, right(block)) if when(block) else right(block))
 
 
 def of_slopes(wrong: Callable[[Block, Any], Any]) -> Dense:
@@ -132,8 +132,8 @@ def key_heads(block: Block) -> np.ndarray:
     return np.arange(block.q.shape[2]) // block.group
 
 
-def distances_in_float16(when: Condition = always) -> Dense:
-    return of_distance(lambda block, right: right.astype(np.float16).astype(float) if when(block) else right)
+def in_float16(block: Block, distance: np.ndarray) -> np.ndarray:
+    return distance.astype(np.float16).astype(float)
 
 
 def maximum_of_the_tile(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
@@ -142,228 +142,199 @@ def maximum_of_the_tile(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
     return np.where(top.max(-1, keepdims=True) - top > 100, -np.inf, right(block, s))
 
 
-def distances_of_16_bits(when: Condition = always) -> Dense:
-    return of_distance(
-        lambda block, right: np.abs(signed(block).astype(np.int16)).astype(float) if when(block) else right
-    )
+def of_16_bits(block: Block, distance: np.ndarray) -> np.ndarray:
+    return np.abs(signed(block).astype(np.int16)).astype(float)
 
 
 SCORES: Final = {
-    "scale-ignored": Break(
-        "`softmax_scale` is ignored.", changed(scale=lambda block: block.q.shape[-1] ** -0.5)
-    ),
-    "scale-ignored-under-grad": Break(
-        "The backward pass ignores `softmax_scale`.",
+    "`softmax_scale` is ignored": Break(changed(scale=lambda block: block.q.shape[-1] ** -0.5)),
+    "The backward pass ignores `softmax_scale`": Break(
         changed(passes=("backward",), scale=lambda block: block.q.shape[-1] ** -0.5),
     ),
-    "scale-without-its-sign": Break("A negative scale is taken for a positive one.",
-                                    changed(scale=lambda block: abs(block.scale))),
-    "scale-above-1": Break("A scale above 1 is taken for 1.", changed(scale=lambda block: min(block.scale, 1.0))),
-    "scale-zero-is-the-default": Break(
-        "A scale of 0 is taken for the default.", changed(scale=lambda block: block.scale or block.q.shape[-1] ** -0.5)
+    "A negative scale is taken for a positive one": Break(changed(scale=lambda block: abs(block.scale))),
+    "A scale above 1 is taken for 1": Break(changed(scale=lambda block: min(block.scale, 1.0))),
+    "A scale of 0 is taken for the default": Break(
+        changed(scale=lambda block: block.scale or block.q.shape[-1] ** -0.5)
     ),
-    "scale-of-a-padded-head": Break(
-        "The default scale is that of the next power of two.",
+    "The default scale is that of the next power of two": Break(
         changed(
             lambda block: block.case.scale is None,
             scale=lambda block: 2.0 ** (-np.ceil(np.log2(block.q.shape[-1])) / 2),
         ),
     ),
-    "cap-before-the-scale": Break("The soft cap is applied before the scale.", cap_elsewhere(True)),
-    "cap-after-the-bias": Break("The soft cap is applied after the bias.", cap_elsewhere(False)),
-    "cap-without-derivative": Break(
-        "The derivative of the soft cap is 1.", kernel_of_scores(lambda block, s, slope: (s, 1.0))
-    ),
-    "cap-lost-with-bias": Break(
-        "With a bias in half precision the soft cap is ignored.",
+    "The soft cap is applied before the scale": Break(cap_elsewhere(True)),
+    "The soft cap is applied after the bias": Break(cap_elsewhere(False)),
+    "The derivative of the soft cap is 1": Break(kernel_of_scores(lambda block, s, slope: (s, 1.0))),
+    "With a bias in half precision the soft cap is ignored": Break(
         changed(has("bias", and_also=half), soft_cap=lambda block: None),
     ),
-    "bias-of-the-first-row": Break(
-        "All rows of the batch have the bias of the first.", of_bias_values(lambda bias: bias[:1])
-    ),
-    "bias-of-the-first-head": Break("All heads have the bias of the first.", of_bias_values(lambda bias: bias[:, :1])),
-    "bias-of-all-heads-lost": Break(
-        "In half precision a bias that all heads share is ignored.",
+    "All rows of the batch have the bias of the first": Break(of_bias_values(lambda bias: bias[:1])),
+    "All heads have the bias of the first": Break(of_bias_values(lambda bias: bias[:, :1])),
+    "In half precision a bias that all heads share is ignored": Break(
         of_bias_values(lambda bias: 0 * finite(bias), lambda block: half(block) and block.bias.shape[1] == 1),
     ),
-    "bias-of-all-queries-lost": Break(
-        "In half precision a bias that all queries share is ignored.",
+    "In half precision a bias that all queries share is ignored": Break(
         of_bias_values(lambda bias: 0 * finite(bias), lambda block: half(block) and block.bias.shape[2] == 1),
     ),
-    "bias-of-all-rows-lost": Break(
-        "From three rows on, a bias that the batch shares is ignored.",
+    "From three rows on, a bias that the batch shares is ignored": Break(
         of_bias_values(lambda bias: 0 * finite(bias), lambda block: block.bias.shape[0] == 1 and len(block.q) > 2),
     ),
-    "bias-of-other-rows": Break(
-        "In half precision a bias with all axes is read for the rows of the batch in reverse order.",
+    "In half precision a bias with all axes is read for the rows of the batch in reverse order": Break(
         of_bias_values(lambda bias: bias[::-1], lambda block: half(block) and block.bias.shape[1] > 1),
     ),
-    "bias-in-bfloat16-lost": Break(
-        "A bias of bfloat16 beside queries of float16 is ignored.",
+    "A bias of bfloat16 beside queries of float16 is ignored": Break(
         of_bias_values(
             lambda bias: 0 * finite(bias), lambda block: float16(block) and block.case.bias_dtype == "bfloat16"
         ),
     ),
-    "bias-in-float32-lost": Break(
-        "A bias of float32 beside queries in half precision is ignored.",
-        of_bias_values(
-            lambda bias: 0 * finite(bias), lambda block: half(block) and block.case.bias_dtype == "float32"
-        ),
+    "A bias of float32 beside queries in half precision is ignored": Break(
+        of_bias_values(lambda bias: 0 * finite(bias), lambda block: half(block) and block.case.bias_dtype == "float32"),
     ),
-    "bias-of-minus-infinity-lost": Break(
-        "In half precision a bias of -inf is taken for 0.", of_bias_values(finite, half)
+    "In half precision a bias of -inf is taken for 0": Break(of_bias_values(finite, half)),
+    "The bias is multiplied by the scale": Break(changed(has("bias"), bias=lambda block: block.bias * block.scale)),
+    "ALiBi counts keys after the query negatively": Break(of_distance(lambda block, right: signed(block))),
+    "ALiBi in half precision counts indices where positions are given": Break(
+        of_distance(lambda block, right: by_index(block), half),
     ),
-    "bias-scaled": Break("The bias is multiplied by the scale.",
-                         changed(has("bias"), bias=lambda block: block.bias * block.scale)),
-    "slopes-of-signed-distances": Break("ALiBi counts keys after the query negatively.",
-                                        of_distance(lambda block, right: signed(block))),
-    "slopes-by-index": Break(
-        "ALiBi in half precision counts indices where positions are given.",
-        of_distance(lambda block, right: by_index(block) if half(block) else right),
+    "ALiBi counts no distance beyond 128": Break(of_distance(lambda block, right: np.minimum(right, 128))),
+    "ALiBi counts distances in float16": Break(
+        of_distance(in_float16),
+        rarer=(("float16", of_distance(in_float16, float16)),),
     ),
-    "slopes-cut-at-128": Break(
-        "ALiBi counts no distance beyond 128.", of_distance(lambda block, right: np.minimum(right, 128))
+    "ALiBi counts distances in 16 bits": Break(
+        of_distance(of_16_bits),
+        rarer=tuple((name, of_distance(of_16_bits, dtype(name))) for name in ("float32", "bfloat16")),
     ),
-    "distances-in-float16": Break(
-        "ALiBi counts distances in float16.",
-        distances_in_float16(),
-        rarer=(("float16", distances_in_float16(float16)),),
+    "A negative slope is taken for a positive one": Break(
+        changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))
     ),
-    "distances-of-16-bits": Break(
-        "ALiBi counts distances in 16 bits.",
-        distances_of_16_bits(),
-        rarer=(("float32", distances_of_16_bits(dtype("float32"))), ("bfloat16", distances_of_16_bits(bfloat16))),
-    ),
-    "slopes-without-their-sign": Break("A negative slope is taken for a positive one.",
-                                       changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))),
-    "slopes-of-key-heads": Break(
-        "The heads of a group have one slope.",
+    "The heads of a group have one slope": Break(
         changed(has("slopes"), slopes=lambda block: block.slopes[key_heads(block) * block.group]),
     ),
-    "slopes-lost-with-dropout-bfloat16": Break(
-        "With dropout and grouped heads in bfloat16 ALiBi is ignored.",
+    "With dropout and grouped heads in bfloat16 ALiBi is ignored": Break(
         changed(
             has("slopes", "kept", and_also=lambda block: bfloat16(block) and block.group > 1),
             slopes=lambda block: 0 * block.slopes,
         ),
     ),
-    "scores-overflow-float16": Break(
-        "Products of float16 are summed in float16, before the scale.", kernel_of_scores(overflowing)
+    "Products of float16 are summed in float16, before the scale": Break(kernel_of_scores(overflowing)),
+    "The number that is subtracted from the scores is the same for all rows": Break(
+        wrong_in("lse", maximum_of_the_tile)
     ),
-    "maximum-of-the-tile": Break(
-        "The number that is subtracted from the scores is the same for all rows.", wrong_in("lse", maximum_of_the_tile)
-    ),
-    "no-maximum": Break("No maximum is subtracted from the scores.", wrong_in("lse", without_maximum)),
-}  # fmt: skip
+    "No maximum is subtracted from the scores": Break(wrong_in("lse", without_maximum)),
+}
 DROPOUT: Final = {
-    "dropout-unscaled": Break("What dropout keeps is not divided by the probability to keep it.",
-                              of_keep(lambda block, backward, right: right > 0)),
-    "dropout-scaled-forward-only": Break(
-        "The backward pass does not divide what dropout keeps by the probability to keep it.",
+    "What dropout keeps is not divided by the probability to keep it": Break(
+        of_keep(lambda block, backward, right: right > 0)
+    ),
+    "The backward pass does not divide what dropout keeps by the probability to keep it": Break(
         of_keep(lambda block, backward, right: right > 0 if backward else right),
     ),
-    "dropout-forward-only": Break(
-        "In float16 the backward pass drops nothing.",
+    "In float16 the backward pass drops nothing": Break(
         of_keep(lambda block, backward, right: 1.0 if backward else right, float16),
     ),
-    "dropout-of-the-first-head": Break("All heads drop what the first drops.",
-                                       of_kept(lambda kept, block: np.broadcast_to(kept[:, :1], kept.shape))),
-    "dropout-of-key-heads": Break("The heads of a group drop the same.",
-                                  of_kept(lambda kept, block: kept[:, key_heads(block) * block.group])),
-    "dropout-of-the-first-row": Break("All rows of the batch drop what the first drops.",
-                                      of_kept(lambda kept, block: np.broadcast_to(kept[:1], kept.shape))),
-    "dropout-of-another-rank": Break("From the second rank on, dropout draws other bits.",
-                                     of_kept(lambda kept, block: kept[:, :, ::-1], lambda block: block.rank > 0)),
-    "dropout-drawn-again": Break(
-        "From the second hop on, the backward pass draws other bits.",
+    "All heads drop what the first drops": Break(of_kept(lambda kept, block: np.broadcast_to(kept[:, :1], kept.shape))),
+    "The heads of a group drop the same": Break(of_kept(lambda kept, block: kept[:, key_heads(block) * block.group])),
+    "All rows of the batch drop what the first drops": Break(
+        of_kept(lambda kept, block: np.broadcast_to(kept[:1], kept.shape))
+    ),
+    "From the second rank on, dropout draws other bits": Break(
+        of_kept(lambda kept, block: kept[:, :, ::-1], lambda block: block.rank > 0)
+    ),
+    "From the second hop on, the backward pass draws other bits": Break(
         of_kept(lambda kept, block: kept[:, :, ::-1], lambda block: block.hop > 0, passes=("backward",)),
     ),
-    "dropout-in-the-denominator": Break(
-        "Dropped keys are left out of the softmax.",
-        wrong_in("lse", lambda right, block, s: right(block, s) if block.kept is None
-                 else log_sum_exp(np.where(block.kept, s, -np.inf), -1)),
+    "Dropped keys are left out of the softmax": Break(
+        wrong_in(
+            "lse",
+            lambda right, block, s: (
+                right(block, s) if block.kept is None else log_sum_exp(np.where(block.kept, s, -np.inf), -1)
+            ),
+        ),
     ),
-    "dropout-lost-with-window": Break(
-        "With a window in bfloat16 the backward pass drops nothing.",
+    "With a window in bfloat16 the backward pass drops nothing": Break(
         of_keep(lambda block, backward, right: 1.0 if backward else right, has("window", and_also=bfloat16)),
     ),
-}  # fmt: skip
+}
 RESULTS: Final = {
-    "lse-in-log2-in-half": Break("In half precision the lse is a logarithm to base 2.",
-                                 of_results(lambda block, out, lse: (out, lse / np.log(2)),
-                                            lambda block: half(block) and last(block))),
-    "lse-rounded-alone": Break(
-        "On one rank the lse is rounded to the dtype of the queries.",
-        of_results(lambda block, out, lse: (out, lse.astype(DTYPES[block.case.dtype]).astype(float)),
-                   lambda block: half(block) and block.placement.ring == 1),
+    "In half precision the lse is a logarithm to base 2": Break(
+        of_results(lambda block, out, lse: (out, lse / np.log(2)), lambda block: half(block) and last(block))
+    ),
+    "On one rank the lse is rounded to the dtype of the queries": Break(
+        of_results(
+            lambda block, out, lse: (out, lse.astype(DTYPES[block.case.dtype]).astype(float)),
+            lambda block: half(block) and block.placement.ring == 1,
+        ),
         core=False,
     ),
-    "values-overflow-float16": Break(
-        "In float16 the sum of weighted values is rounded before it is divided by the sum of the weights.",
+    "In float16 the sum of weighted values is rounded before it is divided by the sum of the weights": Break(
         wrong_in("forward", overflowing_values),
     ),
-    "empty-rows-are-means": Break(
-        "A row that sees no key is the mean of all values.",
-        of_results(lambda block, out, lse: (
-            np.where(empty(block, out, lse), block.v.repeat(block.group, 2).mean(1, keepdims=True), out), lse)),
+    "A row that sees no key is the mean of all values": Break(
+        of_results(
+            lambda block, out, lse: (
+                np.where(empty(block, out, lse), block.v.repeat(block.group, 2).mean(1, keepdims=True), out),
+                lse,
+            )
+        ),
     ),
-    "lse-of-empty-rows-is-finite": Break("The lse of a row that sees no key is -1e30.",
-                                         of_results(lambda block, out, lse: (out, np.maximum(lse, -1e30)))),
-    "partial-ignored-late": Break(
-        "From the third hop on, `partial` is ignored.",
+    "The lse of a row that sees no key is -1e30": Break(
+        of_results(lambda block, out, lse: (out, np.maximum(lse, -1e30)))
+    ),
+    "From the third hop on, `partial` is ignored": Break(
         wrong_in("forward", lambda right, block, partial: right(block, None if block.hop > 1 else partial)),
     ),
-    "partial-ignored-float16": Break(
-        "In float16 `partial` is ignored.",
+    "In float16 `partial` is ignored": Break(
         wrong_in("forward", lambda right, block, partial: right(block, None if float16(block) else partial)),
     ),
-    "merged-without-rescaling": Break(
-        "Partial outputs are added as they are.",
+    "Partial outputs are added as they are": Break(
         wrong_in("merged", lambda right, block, one, other: (one[0] + other[0], right(block, one, other)[1])),
     ),
-    "delta-ignored": Break(
-        "With dropout in half precision `delta` is ignored.",
-        wrong_in("backward", lambda right, block, dout, lse, delta, dq: right(
-            block, dout, lse, 0 * delta if half(block) and block.kept is not None else delta, dq)),
+    "With dropout in half precision `delta` is ignored": Break(
+        wrong_in(
+            "backward",
+            lambda right, block, dout, lse, delta, dq: right(
+                block, dout, lse, 0 * delta if half(block) and block.kept is not None else delta, dq
+            ),
+        ),
     ),
-    "dq-overwritten": Break(
-        "In half precision `dq` is not continued.",
+    "In half precision `dq` is not continued": Break(
         wrong_in("continued", lambda right, block, dq, own: own if half(block) else dq + own),
     ),
-    "dq-overwritten-fused": Break(
-        "With `fused_backward`, heads above 128 and bfloat16 `dq` is not continued.",
-        wrong_in("continued", lambda right, block, dq, own: own if block.case.fused_backward and bfloat16(block)
-                 and block.q.shape[-1] > 128 else dq + own),
+    "With `fused_backward`, heads above 128 and bfloat16 `dq` is not continued": Break(
+        wrong_in(
+            "continued",
+            lambda right, block, dq, own: (
+                own if block.case.fused_backward and bfloat16(block) and block.q.shape[-1] > 128 else dq + own
+            ),
+        ),
         core=False,
     ),
-    "mean-of-the-group-for-keys": Break(
-        "`dk` of a key head is the mean over its query heads; `dv` is right.",
+    "`dk` of a key head is the mean over its query heads; `dv` is right": Break(
         of_gradients("dk", lambda block, dk: dk / block.group),
     ),
-    "group-of-8-halved": Break("`dv` of a key head with eight query heads is halved.",
-                               of_gradients("dv", lambda block, dv: dv / 2, lambda block: block.group == 8)),
-    "derivatives-overflow-float16": Break(
-        "The derivatives of the scores are rounded to float16 before they are multiplied by the scale.",
+    "`dv` of a key head with eight query heads is halved": Break(
+        of_gradients("dv", lambda block, dv: dv / 2, lambda block: block.group == 8)
+    ),
+    "The derivatives of the scores are rounded to float16 before they are multiplied by the scale": Break(
         wrong_in("derivatives", lambda right, block, ds: ds.astype(np.float16).astype(float) if float16(block) else ds),
     ),
-    "dbias-mean-of-heads": Break(
-        "The gradient of a bias that all heads share is the mean over the heads.",
+    "The gradient of a bias that all heads share is the mean over the heads": Break(
         of_bias(lambda block, ds: summed_to(ds, block.bias.shape) / (ds.shape[1] if block.bias.shape[1] == 1 else 1)),
     ),
-    "dbias-of-the-first-row": Break(
-        "The gradient of a bias that the batch shares is that of its first row.",
+    "The gradient of a bias that the batch shares is that of its first row": Break(
         of_bias(lambda block, ds: summed_to(ds[:1] if block.bias.shape[0] == 1 else ds, block.bias.shape)),
     ),
-    "dbias-of-the-first-queries": Break(
-        "In half precision the gradient of a bias that all queries share is that of the first 16.",
+    "In half precision the gradient of a bias that all queries share is that of the first 16": Break(
         of_bias(lambda block, ds: summed_to(ds[:, :, :16] if block.bias.shape[2] == 1 else ds, block.bias.shape), half),
     ),
-    "dbias-scaled": Break("The gradient of the bias is multiplied by the scale.",
-                          of_bias(lambda block, ds: summed_to(ds, block.bias.shape) * block.scale)),
-    "dslopes-of-signed-distances": Break("The gradient of ALiBi counts keys after the query negatively.",
-                                         of_slopes(lambda block, ds: -np.sum(ds * signed(block), (0, 2, 3)))),
-    "dslopes-of-the-first-row": Break(
-        "The gradient of ALiBi is that of the first row of the batch.",
+    "The gradient of the bias is multiplied by the scale": Break(
+        of_bias(lambda block, ds: summed_to(ds, block.bias.shape) * block.scale)
+    ),
+    "The gradient of ALiBi counts keys after the query negatively": Break(
+        of_slopes(lambda block, ds: -np.sum(ds * signed(block), (0, 2, 3)))
+    ),
+    "The gradient of ALiBi is that of the first row of the batch": Break(
         of_slopes(lambda block, ds: -np.sum((ds * Dense().distance(block))[:1], (0, 2, 3))),
     ),
-}  # fmt: skip
+}

@@ -64,41 +64,34 @@ FROM_THE_END: Final[dict[str, Callable[[Block, Pair], np.ndarray]]] = {
     "chunk": chunk_from,
 }
 TILES: Final = {
-    "keys-after-the-last-32": Break(
-        "The keys after the last multiple of 32 are left out.",
+    "The keys after the last multiple of 32 are left out": Break(
         without_tail(32),
         rarer=tuple((name, without_tail(256, dtype(name))) for name in DTYPES),
     ),
-    "dq-after-the-last-32": Break(
-        "`dq` is zero after the last multiple of 32 queries.",
+    "`dq` is zero after the last multiple of 32 queries": Break(
         without_rest("dq", 32),
         rarer=tuple((name, without_rest("dq", 256, dtype(name))) for name in DTYPES),
     ),
-    "dk-after-the-last-32": Break(
-        "`dk` is zero after the last multiple of 32 keys.",
+    "`dk` is zero after the last multiple of 32 keys": Break(
         without_rest("dk", 32),
         rarer=tuple((name, without_rest("dk", 256, dtype(name))) for name in DTYPES),
     ),
-    "last-whole-tile-lost": Break(
-        "The last tile of 16 keys is lost if it is a whole one.",
+    "The last tile of 16 keys is lost if it is a whole one": Break(
         whole_tile_lost(16),
         rarer=tuple((name, whole_tile_lost(256, dtype(name))) for name in DTYPES),
     ),
-    "dropout-repeated": Break(
-        "Every tile of 32 keys drops what the first drops.",
+    "Every tile of 32 keys drops what the first drops": Break(
         repeated_dropout(32),
         rarer=(
             *((name, repeated_dropout(256, dtype(name))) for name in DTYPES),
             ("float32", repeated_dropout(512, dtype("float32"))),
         ),
     ),
-    "window-one-tile-late": Break(
-        "The tile of 16 keys in which a window begins is left out.",
+    "The tile of 16 keys in which a window begins is left out": Break(
         late_window(16),
         rarer=tuple((name, late_window(256, dtype(name))) for name in DTYPES),
     ),
-    "causal-from-the-end": Break(
-        "With more queries than keys `causal`, windows or chunks count from the end.",
+    "With more queries than keys `causal`, windows or chunks count from the end": Break(
         ends_aligned("causal", FROM_THE_END["causal"]),
         rarer=tuple(
             (narrow, ends_aligned(name, wrong, dtype(narrow)))

@@ -29,10 +29,9 @@ def distance(block: Block) -> jax.Array:
     return jnp.abs(block.q_positions[:, :, None] - block.kv_positions[:, None, :])[:, None].astype(jnp.float32)
 
 
-def scores(block: Block, k: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Every score, -inf where forbidden, and the derivative of the soft cap; `k` has a key for each query head."""
-    k = of_heads(block.k, block) if k is None else k
-    s = block.rule.softmax_scale * product("btnh,bsnh->bnts", block.q, k)
+def scores(block: Block) -> tuple[jax.Array, jax.Array]:
+    """Every score, -inf where forbidden, and the derivative of the soft cap."""
+    s = block.rule.softmax_scale * product("btnh,bsnh->bnts", block.q, of_heads(block.k, block))
     slope = jnp.ones((), jnp.float32)
     if block.rule.logits_soft_cap is not None:
         bent = jnp.tanh(s / block.rule.logits_soft_cap)
@@ -74,41 +73,35 @@ class Dense:
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         s = self.scores(block)[0]
         p, largest, lse = softmax(s)
-        out = product("bnts,bsnh->btnh", p * keep(block), self.of_heads(block.v, block))
+        out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
         found = Partial(out, largest + lse, s.max(-1) if block.rule.return_max_logits else None)
         return found if partial is None else merge(partial, found)
 
-    def of_heads(self, x: jax.Array, block: Block) -> jax.Array:
-        return of_heads(x, block)
-
     def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
-        return scores(block, self.of_heads(block.k, block))
+        return scores(block)
 
     def backward(
         self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
     ) -> Gradients:
         s, slope = self.scores(block)
         p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
-        dp = product("btnh,bsnh->bnts", dout, self.of_heads(block.v, block))
+        dp = product("btnh,bsnh->bnts", dout, of_heads(block.v, block))
         ds = p * (keep(block) * dp - delta[..., None])
-        dz = block.rule.softmax_scale * self.derivatives(ds, block) * slope
-        own = product("bnts,bsnh->btnh", dz, self.of_heads(block.k, block))
+        dz = block.rule.softmax_scale * ds * slope
+        own = product("bnts,bsnh->btnh", dz, of_heads(block.k, block))
         return Gradients(
             dq=own if dq is None else dq + own,
-            dk=self.grouped(product("bnts,btnh->bsnh", dz, block.q), block),
-            dv=self.grouped(product("bnts,btnh->bsnh", p * keep(block), dout), block),
+            dk=grouped(product("bnts,btnh->bsnh", dz, block.q), block),
+            dv=grouped(product("bnts,btnh->bsnh", p * keep(block), dout), block),
             dbias=None if block.bias is None else summed_to(ds, block.bias.shape),
             dslopes=None
             if block.slopes is None
             else -summed_to(ds * distance(block), (*block.slopes.shape, 1, 1))[..., 0, 0],
         )
 
-    def derivatives(self, ds: jax.Array, block: Block) -> jax.Array:
-        """The derivatives of the scores as they are; a saboteur overrides it."""
-        return ds
 
-    def grouped(self, x: jax.Array, block: Block) -> jax.Array:
-        return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)
+def grouped(x: jax.Array, block: Block) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)
 
 
 def summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

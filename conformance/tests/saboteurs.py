@@ -10,10 +10,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import broken_kernels as broken
+import jax
+import jax.numpy as jnp
 import pytest
+from broken_kernels import BACKWARD, FORWARD, Broken, Regathered, but, narrow
 from reference_kernels import Dense, Gathering
 from ringattn_conformance import tiers
-from ringattn_conformance.lattice import Point, mixtures, points
+from ringattn_conformance.cases import ENTRIES
+from ringattn_conformance.lattice import Point, drawn, points
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
 
@@ -25,10 +29,6 @@ class Sabotage:
     kernel: Any
     caught_by: tuple[str, ...]
     passes: str
-
-    @property
-    def fault(self) -> str:
-        return (type(self.kernel).__doc__ or "").strip()
 
 
 _ORACLE: Final = "test_ring::test_outputs_and_gradients_are_those_of_the_oracle"
@@ -42,7 +42,7 @@ def _point(name: str) -> str:
 
 def _mixture(chosen: Callable[[Point], Any]) -> str:
     """The test of the first mixture of the core tier that is chosen."""
-    every = (one for one in mixtures(frozenset(Feature)) if one.tier == tiers.CORE)
+    every = (one for one in drawn(ENTRIES["mixtures"], frozenset(Feature)) if one.tier == tiers.CORE)
     return f"{_ORACLE}[{{}}-{next(filter(chosen, every))}]"
 
 
@@ -65,41 +65,144 @@ _DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.placement.ring >
 _HALF_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.case.dtype != "float32")
 
 SABOTEURS: Final[dict[str, Sabotage]] = {
-    "causal-lost-under-grad": Sabotage(broken.CausalLostUnderGrad(), (_PLAIN,), _DECODE % "3-plain"),
-    "stale-keys": Sabotage(broken.StaleKeys(), (_point("gqa"),), _ON_ONE_RANK),
-    "lse-in-log2": Sabotage(broken.LogTwo(), (_point("segments-padding"),), _PLAIN),
-    "max-logits-of-the-last-hop": Sabotage(broken.MaxLogitsOfTheLastHop(), (_point("max-logits"),), _PLAIN),
-    "lse-in-bfloat16": Sabotage(broken.NarrowLse(), (_PLAIN,), _SCAN),
-    "out-rounded-at-every-hop": Sabotage(broken.NarrowOut(), (_RMS,), _PLAIN),
-    "dk-dv-swapped": Sabotage(broken.Swapped(), (_PLAIN,), _DECODE % "3-plain"),
-    "sinks-at-every-hop": Sabotage(broken.SinksEveryHop(), (_point("sinks"),), _PLAIN),
-    "gradients-summed-in-half": Sabotage(broken.GradientsSummedInHalf(), (_RMS,), _PLAIN),
-    "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"),), _PLAIN),
-    "mean-over-the-group": Sabotage(broken.MeanOfGroup(), (_point("gqa"),), _PLAIN),
-    "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-queries"),), _PLAIN),
-    "padding-sees-padding": Sabotage(broken.PaddingSeen(), (_PADDING % "garbage",), _PLAIN),
-    "low-bias-is-a-number": Sabotage(broken.LowBiasIsANumber(), (_LOW % "rows-ring1",), _PLAIN),
-    "window-off-by-one": Sabotage(broken.WindowOffByOne(), (_point("window"),), _PLAIN),
-    "positions-restart": Sabotage(broken.PositionsRestart(), (_PLAIN,), _point("gqa")),
-    "dropout-by-local-index": Sabotage(broken.LocalDropout(), (_DROPOUT,), _ON_ONE_RANK),
-    "other-dropout-in-half": Sabotage(broken.OtherDropoutInHalf(), (_HALF_DROPOUT,), _DROPOUT),
-    "bias-gradient-dropped": Sabotage(broken.BiasGradientDropped(), (_point("bias"),), _PLAIN),
-    "fixed-bias-forgotten": Sabotage(broken.FixedBiasForgotten(), (_point("bias-fixed"),), _PLAIN),
-    "hash-of-the-moment": Sabotage(broken.HashOfTheMoment(), (_WELL_FORMED,), _INERT),
-    "last-hop-missing": Sabotage(broken.LastHopMissing(), (_point("gqa"),), _ON_ONE_RANK),
-    "nan-hidden": Sabotage(broken.NanHidden(), (_NAN % "k-nan",), _PLAIN),
-    "soft-cap-ignored": Sabotage(broken.SoftCapIgnored(), (_point("soft-cap"),), _PLAIN),
-    "positions-of-the-first-row": Sabotage(broken.PositionsOfTheFirstRow(), (_OFFSET,), _PLAIN),
-    "at-most-as-many-queries": Sabotage(broken.AtMostAsManyQueries(), (_PREFILL,), _PLAIN),
-    "one-query-after-another": Sabotage(
-        broken.OneQueryAfterAnother(), (_DECODE % "3-plain",), _DECODE % "1-heads-alike"
+    "causal-lost-under-grad": Sabotage(
+        Broken("The backward pass forgets the causal mask.", broken.with_rule(causal=False), BACKWARD),
+        (_PLAIN,), _DECODE % "3-plain",
     ),
-    "dq-rounded-at-every-hop": Sabotage(broken.NarrowDq(), (_BLOCK % "one-query-bfloat16",), _PLAIN),
-    "masked-by-a-low-number": Sabotage(broken.MaskedByALowNumber(), (_LOW % "rows-ring2",), _PLAIN),
-    "builder-by-local-head": Sabotage(broken.BuilderByLocalHead(), (_MESH,), _PLAIN),
-    "seed-of-the-first-row": Sabotage(broken.SeedOfTheFirstRow(), (_VMAP,), _PLAIN),
-    "products-in-bfloat16": Sabotage(broken.HalfPrecisionProducts(), (_PLAIN,), _SCAN),
-}
+    "stale-keys": Sabotage(
+        Regathered("At the second hop a rank still works on the keys of the first.", broken.stale_keys),
+        (_point("gqa"),), _ON_ONE_RANK,
+    ),
+    "lse-in-log2": Sabotage(
+        Regathered("The lse comes back as a logarithm to base 2.", finish=lambda out, lse: (out, lse / jnp.log(2.0))),
+        (_point("segments-padding"),), _PLAIN,
+    ),
+    "max-logits-of-the-last-hop": Sabotage(
+        Broken("`max_logits` are those of the last hop alone.",
+               partial=lambda block, right: but(right, max_logits=Dense().forward(block, None).max_logits)),
+        (_point("max-logits"),), _PLAIN,
+    ),
+    "lse-in-bfloat16": Sabotage(
+        Broken("The lse is bfloat16 from hop to hop.",
+               partial=lambda block, right: but(right, lse=narrow(right.lse))),
+        (_PLAIN,), _SCAN,
+    ),
+    "out-rounded-at-every-hop": Sabotage(
+        Broken("The partial output is rounded to the input's dtype at every hop.",
+               partial=lambda block, right: but(right, out=narrow(right.out, block.q.dtype))),
+        (_RMS,), _PLAIN,
+    ),
+    "dk-dv-swapped": Sabotage(
+        Broken("dk and dv change places.", gradients=broken.swapped), (_PLAIN,), _DECODE % "3-plain"
+    ),
+    "sinks-at-every-hop": Sabotage(
+        Regathered("The sinks enter the denominator once a hop.", broken.sinks_at_every_hop),
+        (_point("sinks"),), _PLAIN,
+    ),
+    "gradients-summed-in-half": Sabotage(
+        broken.GradientsSummedInHalf("JAX sums the gradients of keys from tiles of queries in the dtype of the keys."),
+        (_RMS,), _PLAIN,
+    ),
+    "segments-not-rotated": Sabotage(
+        Regathered("Keys of all ranks are judged by the ids of the own shard.", broken.segments_not_rotated),
+        (_point("segments"),), _PLAIN,
+    ),
+    "mean-over-the-group": Sabotage(
+        Broken("dk and dv of a key head are the mean over its query heads, not the sum.",
+               gradients=lambda block, right: but(right, dk=right.dk / block.group, dv=right.dv / block.group)),
+        (_point("gqa"),), _PLAIN,
+    ),
+    "nan-in-empty-rows": Sabotage(
+        Broken("A row that sees nothing is 0 divided by 0.", partial=broken.nan_in_empty_rows),
+        (_point("segments-unseen-queries"),), _PLAIN,
+    ),
+    "padding-sees-padding": Sabotage(
+        Broken("Padding sees padding: a negative id is an id like any other.", broken.padding_seen),
+        (_PADDING % "garbage",), _PLAIN,
+    ),
+    "low-bias-is-a-number": Sabotage(
+        Broken("A bias forbids only where it is -inf, so rows of nothing but -1e9 weigh their keys.",
+               broken.low_bias_is_a_number),
+        (_LOW % "rows-ring1",), _PLAIN,
+    ),
+    "window-off-by-one": Sabotage(
+        Broken("The left end of a window is exclusive.", broken.window_off_by_one), (_point("window"),), _PLAIN
+    ),
+    "positions-restart": Sabotage(
+        Regathered("Positions count from 0 on every shard.", broken.positions_restart), (_PLAIN,), _point("gqa")
+    ),
+    "dropout-by-local-index": Sabotage(
+        Broken("Dropout counts queries from the start of the shard.", broken.local_dropout), (_DROPOUT,), _ON_ONE_RANK
+    ),
+    "other-dropout-in-half": Sabotage(
+        Broken("Dropout draws other bits for narrow numbers.", broken.other_dropout_in_half),
+        (_HALF_DROPOUT,), _DROPOUT,
+    ),
+    "bias-gradient-dropped": Sabotage(
+        Broken("The bias has no gradient.", gradients=broken.no_bias_gradient), (_point("bias"),), _PLAIN
+    ),
+    "fixed-bias-forgotten": Sabotage(
+        Broken("The backward pass forgets a bias that is not differentiated.",
+               lambda block: but(block, bias=None) if block.bias_fixed else block, BACKWARD),
+        (_point("bias-fixed"),), _PLAIN,
+    ),
+    "hash-of-the-moment": Sabotage(
+        broken.HashOfTheMoment("The hash of the kernel changes at every call, so that everything is compiled anew."),
+        (_WELL_FORMED,), _INERT,
+    ),
+    "last-hop-missing": Sabotage(
+        Regathered("The keys of the next rank, which arrive last, are never seen.", broken.last_hop_missing),
+        (_point("gqa"),), _ON_ONE_RANK,
+    ),
+    "nan-hidden": Sabotage(
+        Broken("NaN in keys and values counts as zero.",
+               lambda block: but(block, kv=jax.tree.map(jnp.nan_to_num, block.kv)), FORWARD),
+        (_NAN % "k-nan",), _PLAIN,
+    ),
+    "soft-cap-ignored": Sabotage(
+        Broken("The soft cap is ignored, silently.", broken.with_rule(logits_soft_cap=None), FORWARD),
+        (_point("soft-cap"),), _PLAIN,
+    ),
+    "positions-of-the-first-row": Sabotage(
+        Broken("All batch rows have the positions of the first.",
+               lambda block: but(block, q_positions=block.q_positions[:1])),
+        (_OFFSET,), _PLAIN,
+    ),
+    "at-most-as-many-queries": Sabotage(
+        Broken("Queries beyond the number of keys see no key.", partial=broken.nothing_beyond_the_number_of_keys),
+        (_PREFILL,), _PLAIN,
+    ),
+    "one-query-after-another": Sabotage(
+        Broken("Every query is one position after the query before it.", broken.one_query_after_another, FORWARD),
+        (_DECODE % "3-plain",), _DECODE % "1-heads-alike",
+    ),
+    "dq-rounded-at-every-hop": Sabotage(
+        Broken("dq is rounded to the input's dtype at every hop.",
+               gradients=lambda block, right: but(right, dq=narrow(right.dq, block.q.dtype))),
+        (_BLOCK % "one-query-bfloat16",), _PLAIN,
+    ),
+    "masked-by-a-low-number": Sabotage(
+        broken.MaskedByALowNumber("In half precision the scores of masked keys are -10000."),
+        (_LOW % "rows-ring2",), _PLAIN,
+    ),
+    "builder-by-local-head": Sabotage(
+        broken.BuilderByLocalHead("Where the mesh splits the heads, `mask_builder` counts them from 0 on."),
+        (_MESH,), _PLAIN,
+    ),
+    "seed-of-the-first-row": Sabotage(
+        Broken("All rows of the batch have the dropout seed of the first.", broken.seed_of_the_first_row),
+        (_VMAP,), _PLAIN,
+    ),
+    "slopes-of-the-first-row": Sabotage(
+        Broken("All rows of the batch have the slopes of the first.", broken.slopes_of_the_first_row),
+        (_VMAP,), _PLAIN,
+    ),
+    "products-in-bfloat16": Sabotage(
+        Broken("Products of float32 are made in bfloat16.",
+               lambda block: but(block, q=narrow(block.q), kv=jax.tree.map(narrow, block.kv)), FORWARD),
+        (_PLAIN,), _SCAN,
+    ),
+}  # fmt: skip
 REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gathering()}
 
 

@@ -45,10 +45,8 @@ def test_of_the_core(ringattn_backend):
     pass
 """,
     "test_second": """
-import pytest
 from ringattn_conformance import tiers
 
-@pytest.mark.slow
 @tiers.mark(tiers.EXHAUSTIVE)
 def test_rare(ringattn_backend):
     pass
@@ -90,7 +88,7 @@ class SmallSuite:
         (folder / "suite").mkdir()
         for name, content in SUITE.items():
             (folder / "suite" / f"{name}.py").write_text(content)
-        (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+        (folder / "pytest.ini").write_text("[pytest]\n")
         (folder / "conftest.py").write_text(CONFTEST)
 
     def __call__(self, *arguments: str, only: str = "suite", **variables: str) -> Done:
@@ -103,7 +101,7 @@ class SmallSuite:
 
     def _apart(self, line: list[str], variables: dict[str, str]) -> tuple[int, str]:
         done = started(self.folder, "-m", "pytest", *line, **variables)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stderr + done.stdout  # the verdict is the last line of what is printed
 
     def _here(self, line: list[str], variables: dict[str, str]) -> tuple[int, str]:
         with self.monkeypatch.context() as patch:

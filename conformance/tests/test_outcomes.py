@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from reference_kernels import Dense
 from ringattn_conformance.cases import Case
-from ringattn_conformance.outcomes import agrees, owed, supports
+from ringattn_conformance.outcomes import agrees, owed
 from ringattn_conformance.ranks import Placement, place
 from ringattn_core import Backend, Block, Feature
 from ringattn_core.backends.discovery import registered
@@ -23,12 +23,6 @@ def backend() -> Iterator[None]:
 
 def _refuse(backend: str, feature: str) -> None:
     raise UnsupportedFeatureError(backend, feature, "planned", (), (backend,))
-
-
-def test_only_what_is_declared_counts():
-    assert supports("half", Feature.CAUSAL)
-    assert not supports("half", Feature.BIAS)
-    assert not supports("half", Feature.CAUSAL, Feature.SINKS)
 
 
 def test_an_answer_is_owed_for_what_is_supported():

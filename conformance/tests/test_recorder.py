@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 from small_suites import LETTER, SUITE, SmallSuite, expecting
 
-EVERY = [
-    f"{LETTER}[a]",
-    f"{LETTER}[b]",
-    f"{LETTER}[c]",
-    "test_first::test_of_the_core",
-]
-PROCESSES = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+EVERY = [*(f"{LETTER}[{letter}]" for letter in "abc"), "test_first::test_of_the_core"]
 
 
-@PROCESSES
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_a_whole_run_is_certified_and_says_what_it_saw(ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]):
     done = ran(*workers)
     assert done.code == 0, done.text
@@ -24,17 +18,6 @@ def test_a_whole_run_is_certified_and_says_what_it_saw(ran: SmallSuite, tmp_path
     assert re.search(r"\nxla \S+ on \d+ cpu with JAX \S+, \S+, seed 20\d{6}: CERTIFIED for the full tier\n$", done.text)
     assert done.backend["passed"] == 4
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["report.json"]
-
-
-def test_a_feature_that_is_not_declared_must_be_refused(ran: SmallSuite, tmp_path: Path):
-    content = "from ringattn_core import Backend, Feature\nfrom ringattn_core.backends.discovery import registered\n"
-    content += "own = Backend('own', 1, ('cpu',), {Feature.FLOAT32}, kernel='nowhere:KERNEL')\n"
-    content += "kept = registered(own)\nkept.__enter__()\n"
-    (tmp_path / "own.py").write_text(content)
-    done = ran("-p", "own", "--ringattn-backend", "own")
-    own = done.report["backends"]["own"]
-    assert own["declared"] == ["FLOAT32"]
-    assert len(own["failed"]) == 3, "each of the letters demands a refusal, and gets none"
 
 
 @pytest.mark.parametrize(("tier", "count"), [("core", 1), ("full", 4), ("exhaustive", 5)])
@@ -45,22 +28,11 @@ def test_a_tier_runs_its_tests_and_those_of_the_smaller_ones(ran: SmallSuite, ti
     assert f"ringattn tier: {tier}," in done.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "left_out"),
-    [
-        (("-k", "not letter"), EVERY[:3]),
-        (("-m", "slow"), EVERY),
-        (("--deselect", "suite/test_first.py::test_letter[xla-b]"), EVERY[1:2]),
-    ],
-    ids=["-k", "-m", "--deselect"],
-)
-def test_what_is_deselected_is_listed_and_spoils_the_certificate(
-    ran: SmallSuite, arguments: tuple[str, ...], left_out: list[str]
-):
-    done = ran(*arguments)
-    assert done.backend["not_run"] == left_out
+def test_what_is_deselected_is_listed_and_spoils_the_certificate(ran: SmallSuite):
+    done = ran("-k", "not letter")
+    assert done.backend["not_run"] == EVERY[:3]
     assert not done.certificate["given"]
-    for test in left_out:
+    for test in EVERY[:3]:
         assert f"  {test}\n" in done.text
 
 
@@ -78,14 +50,6 @@ def test_a_part_of_the_suite_is_no_run_of_the_suite(ran: SmallSuite, only: str):
     assert done.backend["uncollected"] == ["test_second"]
     assert "not collected: test_second" in done.certificate["spoiled_by"]
     assert done.backend["not_run"] == (EVERY[1:4] if "::" in only else [])
-
-
-def test_the_last_failed_alone_are_no_run_of_the_suite(ran: SmallSuite):
-    assert ran(RINGATTN_WRONG="b").backend["failed"] == [f"{LETTER}[b]"]
-    done = ran("--lf")
-    assert done.code == 0 and done.backend["passed"] == 1
-    assert not done.certificate["given"]
-    assert set(done.backend["not_run"]) >= {EVERY[0], EVERY[2], EVERY[3]}
 
 
 def test_what_a_stop_at_the_first_failure_leaves_is_listed(ran: SmallSuite):
@@ -117,13 +81,6 @@ def test_a_failure_that_is_expected_stands_in_the_certificate_with_its_reason(ra
     assert "CERTIFIED for the full tier, with 1 expected failure\n" in done.text
 
 
-def test_a_failure_that_is_not_the_expected_one_fails(ran: SmallSuite, tmp_path: Path):
-    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}')
-    done = ran(RINGATTN_WRONG="bc")
-    assert done.code == 1
-    assert done.backend["failed"] == [f"{LETTER}[c]"]
-
-
 def test_a_failure_that_is_expected_of_no_known_test_fails(ran: SmallSuite, tmp_path: Path):
     expecting(tmp_path, f'expected-failures = {{"{LETTER}[d]" = "no such letter"}}')
     done = ran()
@@ -147,44 +104,21 @@ def test_expectations_of_a_project_are_of_its_own_backends(ran: SmallSuite, tmp_
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('expected-failures = ["a"]', "expected-failures is ['a']. Make it a table"),
-        ('expected-failures = {"a" = " "}', "'a' has the reason ' '. Say in a sentence why it fails"),
-        ("expected-failure = {}", "has 'expected-failure'. It may have 'expected-failures'"),
-    ],
+    "content",
+    ['expected-failures = ["a"]', 'expected-failures = {"a" = " "}', "expected-failure = {}", "expected-failures ="],
 )
-def test_expectations_that_cannot_be_meant_stop_the_run(ran: SmallSuite, tmp_path: Path, content: str, message: str):
+def test_expectations_that_cannot_be_meant_stop_the_run(ran: SmallSuite, tmp_path: Path, content: str):
     expecting(tmp_path, content)
     done = ran()
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert message in done.text
+    assert f"{tmp_path / 'pyproject.toml'}" in done.text
 
 
-def test_a_file_of_expectations_that_is_no_toml_stops_the_run(ran: SmallSuite, tmp_path: Path):
-    (tmp_path / "acme.toml").write_text("expected-failures =")
-    done = ran("--ringattn-expectations", "acme.toml")
-    assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "acme.toml is not TOML: Invalid value" in done.text
-
-
-def test_a_file_of_expectations_that_is_named_must_be_there(ran: SmallSuite):
-    done = ran("--ringattn-expectations", "lost.toml")
-    assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "lost.toml: No such file or directory. Name a pyproject.toml" in done.text
-
-
-def test_a_wider_tolerance_is_told_at_the_start_at_the_end_and_in_the_report(ran: SmallSuite):
+def test_a_wider_tolerance_is_told_at_the_start_and_spoils_the_certificate(ran: SmallSuite):
     done = ran("--ringattn-tolerance-factor", "3")
     assert "ringattn tolerances: TIMES 3\n" in done.text
-    assert "EVERY TOLERANCE TIMES 3\n" in done.text
     assert done.report["options"]["tolerance_factor"] == 3
     assert done.certificate["spoiled_by"] == ["every tolerance was multiplied by 3"]
-
-
-@pytest.mark.parametrize("factor", ["0", "-1", "nan", "inf", "much"])
-def test_a_factor_that_is_no_positive_number_stops_the_run(ran: SmallSuite, factor: str):
-    assert ran(f"--ringattn-tolerance-factor={factor}").code == pytest.ExitCode.USAGE_ERROR
 
 
 def test_a_failure_ends_with_the_line_that_runs_it_as_it_ran(ran: SmallSuite):
@@ -202,6 +136,7 @@ def test_of_failures_of_one_cause_one_traceback_is_printed(ran: SmallSuite):
 
 def test_a_test_outside_the_suite_may_fail_and_does_not_count_as_the_suite(ran: SmallSuite, tmp_path: Path):
     (tmp_path / "test_own.py").write_text(SUITE["test_first"])
-    done = ran(only="test_own.py", RINGATTN_WRONG="a")
+    done = ran("-k", "letter", only="test_own.py", RINGATTN_WRONG="a")
     assert done.backend["failed"] == ["test_own::test_letter[a]"]
+    assert done.backend["not_run"] == []
     assert done.backend["uncollected"] == ["test_first", "test_second"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ringattn_conformance import tiers
-from ringattn_conformance.devices import COUNT_FLAG
+from ringattn_conformance.plugin import COUNT_FLAG
 from saboteurs import REFERENCES, SABOTEURS
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ def test_a_broken_backend_fails_the_tests_that_are_named_for_it_and_no_other(sab
     sabotage = SABOTEURS[saboteur]
     *caught_by, passes = _tests_of(saboteur)
     for test in caught_by:
-        assert verdicts()[_name(test)] == "failed", f"{sabotage.fault} It went past {test}"
+        assert verdicts()[_name(test)] == "failed", f"{sabotage.kernel.fault} It went past {test}"
     assert verdicts()[_name(passes)] == "passed"
 
 

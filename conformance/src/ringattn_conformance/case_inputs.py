@@ -178,21 +178,27 @@ Build = Callable[[int, int, int, int, int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A `mask_builder`, and the same mask for the oracle: `seen(i, j, q_index, kv_index, head) -> bool`.
+    """A `mask_builder`, and the same mask for the oracle: whether query `i` of a head sees key `j`.
 
-    `i` and `j` are positions; the indices count tokens.
+    `i` and `j` are positions, or count tokens if `by_index`.
     """
 
     build: Build
-    seen: Callable[[Any, Any, Any, Any, int], Any]
+    seen: Callable[[Any, Any, int], Any]
+    by_index: bool = False
 
     def dense(self, problem: Problem) -> np.ndarray:
         """The mask as an array `[B|1, N, T, S]`."""
         q, kv = positions(problem)
-        q_index, kv_index = np.arange(q.shape[1]), np.arange(kv.shape[1])
+        if self.by_index:
+            q, kv = (np.arange(x.shape[1])[None] for x in (q, kv))
+        return self.at(q, kv, problem.q.shape[2])
+
+    def at(self, q: np.ndarray, kv: np.ndarray, heads: int) -> np.ndarray:
+        """The mask `[B, N, T, S]` of queries `[B, T]` and keys `[B, S]` at these positions or indices."""
         i, j = q[:, :, None], kv[:, None, :]
-        each = [self.seen(i, j, q_index[:, None], kv_index[None], head) for head in range(problem.q.shape[2])]
-        return np.stack([np.broadcast_to(one, (q.shape[0], q.shape[1], kv.shape[1])) for one in each], 1)
+        shape = np.broadcast_shapes(i.shape, j.shape)
+        return np.stack([np.broadcast_to(self.seen(i, j, head), shape) for head in range(heads)], 1)
 
 
 _WINDOWS: Final = ((0, 0), (15, 3), (2, 40), (18, 40), (23, 40), (28, 40), (33, 40))
@@ -203,26 +209,21 @@ def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: 
     return masks.Causal() if head_idx % 7 == 0 else masks.Local(*_WINDOWS[head_idx % 7])
 
 
-def _seen_by_heads(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
+def _seen_by_heads(i: Any, j: Any, head: int) -> Any:
     left, right = _WINDOWS[head % 7]
     return j <= i if head % 7 == 0 else (j >= i - left) & (j <= i + right)
 
 
-def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return ((masks.Prefix(7) | masks.Causal()) & ~masks.Local(2, 2)) | masks.Chunked(5)
+ALGEBRA: Final = ((masks.Prefix(7) | masks.Causal()) & ~masks.Local(2, 2)) | masks.Chunked(5)
 
 
-def _seen_by_algebra(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
+def _seen_by_algebra(i: Any, j: Any, head: int) -> Any:
     near = (j >= i - 2) & (j <= i + 2)
     return (((j < 7) | (j <= i)) & ~near) | ((i // 5 == j // 5) & (j <= i))
 
 
-def _scattered(i: Any, j: Any) -> Any:
+def _scattered(i: Any, j: Any, head: int = 0) -> Any:
     return (i * 7 + j * 3) % 5 < 3
-
-
-def _predicate(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return masks.Predicate(_scattered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,10 +235,6 @@ class Indexed:
     def __getitem__(self, key: tuple[Any, Any]) -> np.ndarray:
         rows, columns = (np.broadcast_to(x, self.shape)[key] for x in np.ogrid[: self.shape[0], : self.shape[1]])
         return _scattered(rows, columns)
-
-
-def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> Indexed:
-    return Indexed((q_len, kv_len))
 
 
 SEGMENTS: Final[dict[str, Draw]] = {
@@ -252,7 +249,7 @@ POSITIONS: Final[dict[str, Draw]] = {
 }  # fmt: skip
 BUILDERS: Final = {
     "of-heads": Builder(_of_heads, _seen_by_heads),
-    "algebra": Builder(_algebra, _seen_by_algebra),
-    "predicate": Builder(_predicate, lambda i, j, qi, ki, head: _scattered(i, j)),
-    "indexed": Builder(_indexed, lambda i, j, qi, ki, head: _scattered(qi, ki)),
+    "algebra": Builder(lambda *_: ALGEBRA, _seen_by_algebra),
+    "predicate": Builder(lambda *_: masks.Predicate(_scattered), _scattered),
+    "indexed": Builder(lambda q_len, kv_len, *_: Indexed((q_len, kv_len)), _scattered, by_index=True),
 }

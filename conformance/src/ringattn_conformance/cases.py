@@ -4,14 +4,13 @@
 import dataclasses
 import functools
 import json
-import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-from ringattn_core.contract.backend import Backend
+from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from . import case_inputs
@@ -23,6 +22,7 @@ OPERANDS: Final = {
     "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias", "slopes": "dslopes",
 }  # fmt: skip
 """The differentiable inputs and the names of their gradients."""
+OF_GRADIENTS: Final = {gradient: name for name, gradient in OPERANDS.items()}
 KEYWORDS: Final = {
     "q": "query", "k": "key", "v": "value", "sinks": "softmax_aux", "bias": "bias", "slopes": "alibi_slopes",
     "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
@@ -44,7 +44,7 @@ without a gain no output reaches 4. For outputs from 4 on, rounding the exact re
 tolerance; for smaller outputs at most half."""
 
 DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
-"""Seeds for dropout: `Case.number` chooses one for each case."""
+"""Seeds for dropout: the seed of a case chooses one of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case:
     `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes` ALiBi's slopes of about a
     quarter (0: no ALiBi). `bias_offset` is added to the bias. With `bias_fixed` the bias is not differentiated, and
     with `forward` no input is. In float32 only about `nonzero` components of each query are not zero, scaled up so
-    that scores are as large as with all components. `seed`, or else a hash of the name, seeds all random numbers.
+    that scores are as large as with all components. `seed` seeds all random numbers.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Case:
     precision: str | None = None
     block_size: int | None = None
     forward: bool = False
-    seed: int | None = None
+    seed: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -107,30 +107,26 @@ class Case:
         parts = ring * (2 if layout == "zigzag" else 1)
         return all(length % parts == 0 for length in (self.q_length, self.kv_length))
 
-    @property
-    def number(self) -> int:
-        """The seed of all random numbers of the case: `seed`, or a hash of the name if `seed` is None."""
-        return zlib.crc32(self.name.encode()) if self.seed is None else self.seed
-
     @functools.cached_property
     def changes(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
         own = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {field.name: x for field, x in own if field.name not in ("name", "seed") and x != field.default}
 
-    def with_heads_for(self, backend: Backend) -> "Case":
+    def with_heads_for(self, backend: str) -> "Case":
         """The case with head sizes rounded up to those that the backend's `head_multiple` divides.
 
         Sizes that differ still differ.
         """
-        q, v = (-(-size // backend.head_multiple) * backend.head_multiple for size in (self.head_dim, self.value_dim))
+        multiple = discovery.get(backend).descriptor().head_multiple
+        q, v = (-(-size // multiple) * multiple for size in (self.head_dim, self.value_dim))
         if q == v and self.head_dim != self.value_dim:
-            v += backend.head_multiple
+            v += multiple
         return self if (q, v) == (self.head_dim, self.value_dim) else dataclasses.replace(self, head_dim=q, value_dim=v)
 
-    def too_wide_for(self, backend: Backend) -> bool:
+    def too_wide_for(self, backend: str) -> bool:
         """Whether heads are larger than the backend's `largest_head`."""
-        return backend.largest_head is not None and max(self.head_dim, self.value_dim) > backend.largest_head
+        return discovery.get(backend).descriptor().misfit(max(self.head_dim, self.value_dim)) is not None
 
     @property
     def masks_of_heads(self) -> Builder | None:
@@ -161,8 +157,8 @@ class Case:
 
     @functools.cached_property
     def inputs(self) -> "Inputs":
-        """The arrays of the call, in natural order and rounded to the dtype; drawn with the seed `number`."""
-        rng, seed = np.random.default_rng(self.number), DROPOUT_SEEDS[self.number % len(DROPOUT_SEEDS)]
+        """The arrays of the call, in natural order and rounded to the dtype; drawn with `seed`."""
+        rng, seed = np.random.default_rng(self.seed), DROPOUT_SEEDS[self.seed % len(DROPOUT_SEEDS)]
         rows, columns = self.q_length, self.kv_length
         dtype = DTYPES[self.dtype]
 
@@ -253,12 +249,11 @@ def load(name: str) -> Any:
     """Reads a JSON file of this package; lists become tuples."""
 
     def frozen(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: frozen(value) for key, value in x.items()}
         return tuple(map(frozen, x)) if isinstance(x, list) else x
 
-    def of_object(found: dict[str, Any]) -> dict[str, Any]:
-        return {key: frozen(x) for key, x in found.items()}
-
-    return json.loads(Path(__file__).with_name(name).read_text(), object_hook=of_object)
+    return frozen(json.loads(Path(__file__).with_name(name).read_text()))
 
 
 ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = load("cases.json")

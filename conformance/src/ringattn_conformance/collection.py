@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of the suite, under names that are the same in every installation, and which of them a run leaves out."""
+"""The tests of the suite, by names that are the same in every installation: which a run has, and which may fail."""
 
 import dataclasses
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -12,10 +13,11 @@ from . import tiers
 
 SUITE: Final = Path(__file__).parent / "suite"
 PARAMETER: Final = "ringattn_backend"
+KEY: Final = "expected-failures"
+GROUP: Final = "ringattn.backends"
 
 
-@dataclasses.dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A test as reports and expectations name it, `module::test[parameters]`, and the backend it is about."""
 
     backend: str
@@ -34,33 +36,31 @@ def name_of(item: pytest.Item) -> Name | None:
     return Name(backend, f"{test}[{parameters}]" if parameters else test, parameters)
 
 
-def in_suite(path: Path) -> bool:
-    return path.parent.resolve() == SUITE.resolve()
-
-
 def modules() -> list[str]:
     return sorted(path.stem for path in SUITE.glob("test_*.py"))
 
 
 @dataclasses.dataclass
 class Collection:
-    """The tests that one process of pytest has collected.
+    """The tests of the suite that one process of pytest has collected.
 
-    `known` has the suite's tests of all tiers. `wanted` has those of this run's tier, before pytest deselects any: the
+    `known` has those of all tiers. `wanted` has those of this run's tier, before pytest deselects any: the
     backend and the test by pytest's node id.
     """
 
     known: set[str] = dataclasses.field(default_factory=set)
     wanted: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
-    def add(self, tests: Iterable[Any], tier: str) -> None:
-        """Adds all tests of a module of the suite, even if the command line names only some of its tests."""
-        for item in tests:
-            name = name_of(item) if isinstance(item, pytest.Item) else None
-            if name is not None:
-                self.known.add(name.test)
-                if tiers.contains(tier, tiers.tier_of(item, name.parameters)):
-                    self.wanted[item.nodeid] = (name.backend, name.test)
+    def add(self, node: pytest.Item | pytest.Collector, tier: str) -> bool:
+        """Records a test if it is of the suite, and returns whether the tier holds it, as it holds all other nodes."""
+        if not isinstance(node, pytest.Item) or (name := name_of(node)) is None:
+            return True
+        held = tiers.contains(tier, tiers.tier_of(node, name.parameters))
+        if node.path.parent.resolve() == SUITE.resolve():
+            self.known.add(name.test)
+            if held:
+                self.wanted[node.nodeid] = (name.backend, name.test)
+        return held
 
     @property
     def uncollected(self) -> list[str]:
@@ -76,3 +76,27 @@ class Collection:
         """The tests in `expected` that do not exist; tests of modules that were not collected are not judged."""
         elsewhere = self.uncollected
         return sorted(test for test in expected if test not in self.known and test.partition("::")[0] not in elsewhere)
+
+
+def expected_failures(given: Path | None, folder: Path) -> Callable[[str], dict[str, str]]:
+    """Reads the failures that a pyproject.toml expects; returns a function from a backend to reasons by test.
+
+    The file is `given`, or else `pyproject.toml` in `folder` if there is one. If it registers backends, the table is of
+    these only. Raises UsageError if the file or its table is malformed.
+    """
+    path = folder / (given or "pyproject.toml")
+    try:
+        content = tomllib.loads(path.read_text()) if given or path.is_file() else {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise pytest.UsageError(f"{path} cannot be read: {error}. Name a pyproject.toml") from error
+    table = content.get("tool", {}).get("ringattn-conformance", {})
+    reasons: Any = table.get(KEY, {})
+    if {*table} - {KEY} or not isinstance(reasons, dict) or not all(map(_is_reason, reasons.values())):
+        remedy = f'It may have {KEY!r} alone, a table {{"test id" = "why it fails"}}'
+        raise pytest.UsageError(f"{path}: [tool.ringattn-conformance] is {table}. {remedy}")
+    registered = content.get("project", {}).get("entry-points", {}).get(GROUP, {})
+    return lambda backend: reasons if not registered or backend in registered else {}
+
+
+def _is_reason(x: Any) -> bool:
+    return isinstance(x, str) and bool(x.strip())

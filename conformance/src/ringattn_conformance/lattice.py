@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from . import domains, tiers
@@ -33,7 +32,8 @@ class Point:
 
 def calls(features: Collection[Feature], seed: int) -> list[Point]:
     """Every call that judges a backend with these features, including the calls drawn with `seed`."""
-    return [*points(), *mixtures(features), *drawn((*ENTRIES["values"], *domains.today(seed)), features)]
+    values = (*ENTRIES["values"], *domains.today(seed))
+    return [*points(), *drawn(ENTRIES["mixtures"], features), *drawn(values, features)]
 
 
 def points() -> list[Point]:
@@ -51,11 +51,6 @@ def points() -> list[Point]:
         )
         found += [chosen, *(one for one in everywhere if one.name != chosen.name)]
     return found
-
-
-def mixtures(features: Collection[Feature]) -> list[Point]:
-    """The calls with many options at once, without options that need features outside `features`."""
-    return drawn(ENTRIES["mixtures"], features)
 
 
 def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature]) -> list[Point]:
@@ -83,14 +78,14 @@ def untried(backend: str, seed: int, passed: Collection[str]) -> list[str]:
 
     `passed` has the names of the calls whose tests passed.
     """
-    declared, descriptor = features_of(backend), discovery.get(backend).descriptor()
+    declared = features_of(backend)
     dtypes = {Feature[name.upper()] for name in DTYPES} & declared
     met = [
-        point.case.with_heads_for(descriptor).needs
+        point.case.with_heads_for(backend).needs
         | point.placement.needs
         | (frozenset() if point.case.forward else {Feature.GRADIENTS} & declared)
         for point in calls(declared, seed)
-        if point.name in passed and not point.case.with_heads_for(descriptor).too_wide_for(descriptor)
+        if point.name in passed and not point.case.with_heads_for(backend).too_wide_for(backend)
     ]
     halves = {(Feature.PRECISION, Feature.FLOAT16), (Feature.PRECISION, Feature.BFLOAT16)}
     pairs = {(feature, dtype) for feature in declared - dtypes for dtype in dtypes} - halves

@@ -58,6 +58,11 @@ class Answer:
     empty: np.ndarray | None = None
     max_logits: np.ndarray | None = None
 
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All results: the outputs of a call and its gradients."""
+        return {"out": self.out, "lse": self.lse, "max_logits": self.max_logits, **self.gradients}
+
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox 4x32-10 of Salmon et al. for one counter, in Python integers."""
@@ -149,13 +154,9 @@ def sinks_of_heads(sinks: np.ndarray, heads: int) -> np.ndarray:
     return np.broadcast_to(sinks.astype(np.float64), (heads, sinks.shape[0]))
 
 
+@np.errstate(under="ignore")
 def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | None = None) -> Answer:
     """The output and the lse; with `dout`, every gradient too. A row that sees no key has output 0."""
-    with np.errstate(under="ignore"):
-        return _attend(problem, dout, dlse)
-
-
-def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) -> Answer:
     q, k, v = (np.asarray(x, np.float64) for x in (problem.q, problem.k, problem.v))
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     group = heads // kv_heads

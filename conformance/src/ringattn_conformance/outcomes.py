@@ -9,7 +9,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from . import oracle, tolerances
+from . import comparison, oracle
 from .cases import Case
 from .ranks import Local, Placed, run
 
@@ -28,7 +28,7 @@ def declared(backend: str, case: Case, *kept: Feature) -> Case:
 
     Options that need only features in `kept` stay, even if undeclared.
     """
-    return case.within(features_of(backend).union(kept)).with_heads_for(discovery.get(backend).descriptor())
+    return case.within(features_of(backend).union(kept)).with_heads_for(backend)
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def agrees(
     case, placement, inputs = placed.case, placed.placement, placed.inputs
     gradients = supports(placed.backend, Feature.GRADIENTS) and not case.forward if gradients is None else gradients
     asked = {*needs, Feature.GRADIENTS} if gradients else {*needs}
-    if case.too_wide_for(discovery.get(placed.backend).descriptor()):
+    if case.too_wide_for(placed.backend):
         with pytest.raises(UnsupportedFeatureError, match=placed.backend):
             run(placed, gradients, local)
         return
@@ -74,4 +74,4 @@ def agrees(
         got = run(placed, gradients, local)
         if right:
             answer = case.answer if problem is None else oracle.attend(problem, inputs.dout, inputs.dlse)
-            tolerances.check(got, answer, case, inputs, f"on {placement}")
+            comparison.check(got, answer, case, f"on {placement}")

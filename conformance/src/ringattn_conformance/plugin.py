@@ -5,22 +5,24 @@ JAX is imported only in runs of pytest that use the suite.
 """
 
 import functools
+import os
+import sys
 from collections.abc import Iterable
 from datetime import date
 from typing import Any, Final
 
 import pytest
 
-from . import devices, expectations, results, run_options, tiers
-from .collection import PARAMETER
+from . import results, run_options, tiers
+from .collection import PARAMETER, expected_failures
 from .recorder import Recorder
-from .results import DTYPES
 
 POINT: Final = "ringattn_point"
 """The test parameter that holds a `lattice.Point`: a case with the ring and the layout that it runs on."""
-PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
+COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
+PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,33 +35,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the backend to certify; repeat for several (default: every installed one that is available here)",
     )
     for name, how in run_options.OPTIONS.items():
-        group.addoption(f"--ringattn-{name}", dest=run_options.field(name), **how)
+        group.addoption(f"--ringattn-{name}", **how)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
     """Sets the environment before any conftest.py can import JAX, which reads XLA_FLAGS only once."""
     if _concerns(early_config.known_args_namespace, args):
-        devices.set_environment()
+        set_environment()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
-        devices.set_environment()
-        from . import tolerances
+        set_environment()
+        from . import comparison
 
-        config.add_cleanup(functools.partial(setattr, tolerances, "factor", tolerances.factor))
-        tolerances.factor = config.option.ringattn_tolerance_factor
+        config.add_cleanup(functools.partial(setattr, comparison, "factor", comparison.factor))
+        comparison.factor = config.option.ringattn_tolerance_factor
         if config.option.ringattn_seed is None:  # before workers start: they copy this process's options
             config.option.ringattn_seed = int(date.today().strftime("%Y%m%d"))
-        expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
+        expected = expected_failures(config.option.ringattn_expectations, config.invocation_params.dir)
         config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)
 
 
 def _concerns(options: Any, args: Iterable[str]) -> bool:
     """Whether this run of pytest uses the suite; the plugin does nothing in other runs."""
     return bool(getattr(options, "ringattn_backends", None)) or any(SUITE in arg for arg in args)
+
+
+def set_environment() -> None:
+    """Makes eight CPU devices, and lets processes share a GPU. Does nothing if JAX is already imported.
+
+    Keeps what the user has set: the number of CPU devices in XLA_FLAGS, and XLA_PYTHON_CLIENT_PREALLOCATE.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "jax" not in sys.modules:
+        os.environ.setdefault(PREALLOCATE, "false")
+        if COUNT_FLAG not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={tiers.RINGS[-1]}".strip()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -109,10 +123,11 @@ def backends(config: pytest.Config) -> list[str]:
 
 
 def unusable(name: str) -> str | None:
-    """Why a backend cannot be certified here (not available, or a wrong descriptor); `None` if it can."""
-    import jax
+    """Why a backend cannot be certified here (not available, or no dtype declared); `None` if it can."""
     from ringattn_core.backends import discovery
     from ringattn_core.errors import RingAttnError
+
+    from .cases import DTYPES
 
     try:
         found = discovery.get(name)
@@ -121,9 +136,6 @@ def unusable(name: str) -> str | None:
         descriptor = found.descriptor()
     except RingAttnError as error:
         return str(error)
-    unknown = {*descriptor.platforms} - PLATFORMS - {jax.devices()[0].platform}
-    if unknown:
-        return f"its descriptor names the platform {min(unknown)!r}. JAX has {', '.join(sorted(PLATFORMS))}"
-    if not any(dtype.name in DTYPES for dtype in descriptor.features):
-        return f"its descriptor declares no dtype. Declare at least one of {', '.join(DTYPES)}"
+    if not any(feature.name.lower() in DTYPES for feature in descriptor.features):
+        return f"its descriptor declares no dtype. Declare at least one of {', '.join(DTYPES).upper()}"
     return None

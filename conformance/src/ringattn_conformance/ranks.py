@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -11,15 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
-from ringattn_core.backends import discovery
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract.call import ARRAYS
 from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
-from . import devices, oracle
-from .cases import KEYWORDS, OPERANDS, Case, Inputs
+from . import oracle
+from .cases import KEYWORDS, OF_GRADIENTS, OPERANDS, Case, Inputs
 
 RING: Final = "ring"
 DATA: Final = "data"
@@ -29,9 +29,21 @@ KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
     "out": arrays.Output, "lse": arrays.LogSumExp, "max_logits": arrays.PerHead,
 }  # fmt: skip
 """The array type of every input and result of a call; the type names the axes by letters."""
+WORKER: Final = "PYTEST_XDIST_WORKER"
+"""Holds `gw0`, `gw1` and so on in workers of pytest-xdist."""
 Arrays = dict[str, jax.Array]
-Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
-"""Runs one rank's call, from its differentiable and its other inputs to the results that `Placed.outputs` names."""
+Local = Callable[[Arrays, Arrays], Arrays]
+"""Runs one rank's call, from its differentiable and its other inputs to its results: `out`, `lse`, `max_logits`."""
+
+
+def own_first() -> list[jax.Device]:
+    """All devices of JAX, beginning with another one in each worker.
+
+    So a worker's rings can use every device, and calls on one device are spread over all devices.
+    """
+    devices = jax.devices()
+    first = int(os.environ.get(WORKER, "gw0").removeprefix("gw")) % len(devices)
+    return [*devices[first:], *devices[:first]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Placement:
 
     @property
     def mesh(self) -> Mesh:
-        taken = np.array(devices.own_first()[: self.devices])
+        taken = np.array(own_first()[: self.devices])
         return Mesh(taken.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":
@@ -99,17 +111,11 @@ class Placed:
         return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items()}
 
     @property
-    def cotangents(self) -> tuple[jax.Array, ...]:
-        """One cotangent for each result. That of `max_logits` is all ones, and must change no gradient."""
-        given = [("out", self.inputs.dout)]
-        given += [] if self.inputs.dlse is None else [("lse", self.inputs.dlse)]
-        given += [("max_logits", np.ones(self.case.heads, np.float32))] if self.case.max_logits else []
-        return tuple(jnp.asarray(self.laid_out(name, x)) for name, x in given)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        asked = {"lse": self.case.lse, "max_logits": self.case.max_logits}
-        return "out", *(name for name in asked if asked[name])
+    def cotangents(self) -> Arrays:
+        """The cotangent of each result. That of `max_logits` is all ones, and must change no gradient."""
+        ones = np.ones(self.case.heads, np.float32) if self.case.max_logits else None
+        given = {"out": self.inputs.dout, "lse": self.inputs.dlse, "max_logits": ones}
+        return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items() if x is not None}
 
     def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
         """The array with its sequence axis reordered from natural to layout order, or back if `inverse`."""
@@ -128,7 +134,7 @@ class Placed:
         names = self.spec(name, shape)
         return names.index(RING) if RING in names else None
 
-    def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:
+    def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> Arrays:
         """One rank's call of `ring_attention`; `more` overrides its keyword arguments."""
         placement, case = self.placement, self.case
         options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
@@ -141,8 +147,13 @@ class Placed:
             options["batch_axis_name"] = DATA
         if placement.heads > 1:
             options["head_axis_name"] = HEADS
-        found = ring_attention(**options | more)
-        return found if isinstance(found, tuple) else (found,)
+        return self.by_name(ring_attention(**options | more))
+
+    def by_name(self, results: Any) -> Arrays:
+        """The results of `ring_attention`, which are one array or a tuple, by name."""
+        asked = {"out": True, "lse": self.case.lse, "max_logits": self.case.max_logits}
+        arrays = results if isinstance(results, tuple) else (results,)
+        return dict(zip((name for name in asked if asked[name]), arrays, strict=True))
 
     def everywhere(self, local: Local | None = None) -> Local:
         """A function of global arrays, in layout order, that runs `local` (default: `self.local`) on every rank."""
@@ -154,25 +165,23 @@ class Placed:
         return jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=check_vma)
 
     @property
-    def specs(self) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec], tuple[PartitionSpec, ...]]:
+    def specs(self) -> tuple[dict[str, PartitionSpec], ...]:
         """The shardings of the differentiable inputs, of the other inputs, and of the results."""
-        operands, fixed = ({n: self.spec(n, x.shape) for n, x in t.items()} for t in (self.operands, self.fixed))
-        results = zip(self.outputs, self.cotangents, strict=True)
-        return operands, fixed, tuple(self.spec(name, x.shape) for name, x in results)
+        trees = self.operands, self.fixed, self.cotangents
+        return tuple({name: self.spec(name, x.shape) for name, x in tree.items()} for tree in trees)
 
-    def _emulated(self, local: Local, operands: Arrays, fixed: Arrays) -> tuple[jax.Array, ...]:
+    def _emulated(self, local: Local, operands: Arrays, fixed: Arrays) -> Arrays:
         def split(name: str, x: jax.Array) -> jax.Array:
             axis = self.axis_of_tokens(name, x.shape)
             return x if axis is None else x.reshape(*x.shape[:axis], self.placement.ring, -1, *x.shape[axis + 1 :])
 
-        trees = (operands, fixed)
-        shards = [{name: split(name, x) for name, x in tree.items()} for tree in trees]
-        in_axes = [{name: self.axis_of_tokens(name, x.shape) for name, x in tree.items()} for tree in trees]
-        results = list(zip(self.outputs, self.cotangents, strict=True))
-        out_axes = [self.axis_of_tokens(name, x.shape) for name, x in results]
-        found = jax.vmap(local, tuple(in_axes), tuple(axis or 0 for axis in out_axes), axis_name=RING)(*shards)
-        whole = zip(found, results, out_axes, strict=True)
-        return tuple(x[0] if axis is None else x.reshape(like.shape) for x, (_, like), axis in whole)
+        results = self.cotangents
+        trees = operands, fixed, results
+        *in_axes, axes = ({name: self.axis_of_tokens(name, x.shape) for name, x in tree.items()} for tree in trees)
+        shards = [{name: split(name, x) for name, x in tree.items()} for tree in (operands, fixed)]
+        out_axes = {name: axis or 0 for name, axis in axes.items()}
+        found = jax.vmap(local, tuple(in_axes), out_axes, axis_name=RING)(*shards)
+        return {n: x[0] if axes[n] is None else x.reshape(results[n].shape) for n, x in found.items()}
 
     def changed(self, **arrays: Any) -> "Placed":
         """The same placed case with these arrays, or this `seed`, in its problem; cotangents stay."""
@@ -180,40 +189,36 @@ class Placed:
         return dataclasses.replace(self, inputs=dataclasses.replace(self.inputs, problem=problem))
 
     def natural(self, found: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The results as NumPy arrays in natural order."""
-        names = {gradient: name for name, gradient in OPERANDS.items()}
-        return {name: self.laid_out(names.get(name, name), x, inverse=True) for name, x in found.items()}
+        """The results, and then the gradients, as NumPy arrays in natural order."""
+        ordered = sorted(found, key=OF_GRADIENTS.__contains__)
+        return {name: self.laid_out(OF_GRADIENTS.get(name, name), found[name], inverse=True) for name in ordered}
 
 
 def place(case: Case, placement: Placement, backend: str) -> Placed:
     """The case on the placement, with head sizes that the backend takes (`Case.with_heads_for`)."""
-    case = case.with_heads_for(discovery.get(backend).descriptor())
+    case = case.with_heads_for(backend)
     return Placed(case, placement.here(), backend, case.inputs)
 
 
-def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Array, ...]], tuple[Any, Arrays]]:
-    """Turns `everywhere` into one function that returns its outputs and the gradients of all operands."""
+def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, Arrays], Arrays]:
+    """Turns `everywhere` into one function that returns its results and the gradients of all operands."""
 
-    def both(operands: Arrays, fixed: Arrays, cotangents: tuple[jax.Array, ...]) -> tuple[Any, Arrays]:
-        outputs, pull = jax.vjp(lambda x: everywhere(x, fixed), operands)
-        return outputs, pull(cotangents)[0]
+    def both(operands: Arrays, fixed: Arrays, cotangents: Arrays) -> Arrays:
+        results, pull = jax.vjp(lambda x: everywhere(x, fixed), operands)
+        return results | {OPERANDS[name]: x for name, x in pull(cotangents)[0].items()}
 
     return both
 
 
 def run(placed: Placed, gradients: bool = True, local: Local | None = None) -> dict[str, np.ndarray]:
-    """Compiles and runs the case on its ranks; returns outputs and gradients by name, in natural order.
+    """Compiles and runs the case on its ranks; returns results and gradients by name, in natural order.
 
     `local` replaces the call of one rank.
     """
     everywhere = placed.everywhere(local)
     if not gradients:
-        outputs = jax.jit(everywhere)(placed.operands, placed.fixed)
-        return placed.natural(dict(zip(placed.outputs, outputs, strict=True)))
-    program = jax.jit(with_gradients(everywhere))
-    outputs, found = program(placed.operands, placed.fixed, placed.cotangents)
-    named = {OPERANDS[name]: x for name, x in found.items()}
-    return placed.natural(dict(zip(placed.outputs, outputs, strict=True)) | named)
+        return placed.natural(jax.jit(everywhere)(placed.operands, placed.fixed))
+    return placed.natural(jax.jit(with_gradients(everywhere))(placed.operands, placed.fixed, placed.cotangents))
 
 
 def static_options(case: Case) -> dict[str, Any]:

@@ -6,23 +6,23 @@ from typing import Any, Final
 
 import pytest
 
-from . import results, run_options, tiers
-from .collection import Collection, Name, in_suite, name_of
-from .expectations import Expectations
+from . import results, run_options
+from .collection import Collection, Name, name_of
 from .results import Results
-from .wrong import Wrong
 
 NAME: Final = "ringattn_name"
 """The property of a test report that carries the test's `Name` from a worker to the main process."""
 COLLECTION: Final = "ringattn_collection"
 """The key in a worker's output under which the main process finds the worker's `Collection`."""
 PHASES: Final = ("setup", "call", "teardown")
+Expected = Callable[[str], dict[str, str]]
+"""From a backend to the reasons of its expected failures, by test."""
 
 
 class Recorder:
     """The plugin of a run that uses the suite. In a worker of pytest-xdist it judges and writes nothing."""
 
-    def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
+    def __init__(self, config: pytest.Config, expected: Expected, backends: Callable[[], list[str]]) -> None:
         self.config, self.expected, self.backends = config, expected, backends
         self.collection = Collection()
         self.tests: dict[str, tuple[Name, str]] = {}
@@ -37,9 +37,7 @@ class Recorder:
         report = yield
         if isinstance(collector, pytest.Module) and report.passed:
             tier = self.config.option.ringattn_tier
-            if in_suite(collector.path):
-                self.collection.add(report.result, tier)
-            report.result = [node for node in report.result if _within(tier, node)]
+            report.result = [node for node in report.result if self.collection.add(node, tier)]
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -47,7 +45,7 @@ class Recorder:
         """Marks the tests that are expected to fail."""
         for item in items:
             name = name_of(item)
-            reason = self.expected.of(name.backend).get(name.test) if name else None
+            reason = self.expected(name.backend).get(name.test) if name else None
             if reason is not None:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
@@ -66,7 +64,7 @@ class Recorder:
         """Adds to every failure the command that runs the test alone, and to every test its name."""
         name = name_of(item)
         if name is not None and call.when == "setup":
-            item.user_properties.append((NAME, (name.backend, name.test, name.parameters)))
+            item.user_properties.append((NAME, tuple(name)))
         done = yield
         if done.failed and name is not None:
             if call.excinfo is not None:
@@ -80,6 +78,8 @@ class Recorder:
         Of a `Wrong` result it is the message. Of an error that an earlier test raised too, at the same place, it is the
         name of that test.
         """
+        from .comparison import Wrong
+
         if isinstance(error.value, Wrong):
             return str(error.value)  # its traceback ends in the suite and never shows the backend
         first = self.causes.setdefault((error.exconly(), str(error.traceback[-1])), test)
@@ -90,7 +90,7 @@ class Recorder:
         module, options = item.getparent(pytest.Module), self.config.option
         where = module.obj.__name__ if module is not None else ""
         line = f"pytest --pyargs '{where}::{item.name}' {run_options.BACKEND} {backend}"
-        asked = {name: getattr(options, run_options.field(name)) for name in ("tier", "tolerance-factor")}
+        asked = {"tier": options.ringattn_tier, "tolerance-factor": options.ringattn_tolerance_factor}
         changed = {name: x for name, x in asked.items() if x != run_options.OPTIONS[name]["default"]}
         changed |= {"seed": options.ringattn_seed} if "today-" in item.name else {}
         return " ".join([line, *run_options.in_pytest(changed)])
@@ -115,7 +115,8 @@ class Recorder:
         backends = {name: self._of_backend(name, collection) for name in self.backends()}
         if exitstatus == pytest.ExitCode.OK and any(one["unknown"] for one in backends.values()):
             exitstatus = session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        options = {name.replace("-", "_"): getattr(option, run_options.field(name)) for name in run_options.RECORDED}
+        factor, seed = option.ringattn_tolerance_factor, option.ringattn_seed
+        options = {"tier": option.ringattn_tier, "tolerance_factor": factor, "seed": seed}
         self.results = results.of_run(options, backends, int(exitstatus))
         if option.ringattn_report:
             results.write(option.ringattn_report, self.results)
@@ -124,7 +125,7 @@ class Recorder:
         from . import lattice
 
         own = [(of, outcome) for of, outcome in self.tests.values() if of.backend == name]
-        tests, reasons = {of.test: outcome for of, outcome in own}, self.expected.of(name)
+        tests, reasons = {of.test: outcome for of, outcome in own}, self.expected(name)
         passed = {of.parameters for of, outcome in own if outcome == "passed"}
         lists = {
             "unknown": collection.unknown(reasons),
@@ -144,18 +145,12 @@ class Recorder:
     def pytest_unconfigure(self, config: pytest.Config) -> None:
         """Prints each backend's verdict in one line, after everything that pytest prints."""
         reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
-        for name, backend in self.results["backends"].items():
-            about = results.title(name, backend, self.results)
-            reporter.write_line(f"{about}: {results.verdict(backend)}", bold=True)
-
-
-def _within(tier: str, node: Any) -> bool:
-    name = name_of(node) if isinstance(node, pytest.Item) else None
-    return name is None or tiers.contains(tier, tiers.tier_of(node, name.parameters))
+        for name in self.results["backends"]:
+            reporter.write_line(results.verdict(name, self.results), bold=True)
 
 
 def outcome_of(report: pytest.TestReport) -> str:
-    """The key of `results.WORDS` for a test report of pytest."""
+    """The outcome of a test report, by which results list the test."""
     if report.skipped:
         return "expected_failure" if hasattr(report, "wasxfail") else "skipped"
     if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):

@@ -15,7 +15,6 @@ from .tiers import RINGS
 
 FORMAT: Final = 4
 """The version of the results file: raised if a field is removed or changes its meaning, not if one is added."""
-DTYPES: Final = ("FLOAT32", "FLOAT16", "BFLOAT16")
 SPOILING: Final = {
     "failed": "failed",
     "unexpected_pass": "passed unexpectedly",
@@ -27,7 +26,6 @@ SPOILING: Final = {
 """Per outcome that prevents the certificate even for one test: the words that reports use for it."""
 FAILING: Final = ("failed", "unexpected_pass", "unknown", "crashed")
 """The outcomes in `SPOILING` that make the command exit with 1 (failed), not 3 (not certified)."""
-WORDS: Final = {"passed": "passed", "expected_failure": "failed as expected"} | SPOILING
 FEW: Final = 3
 """How many names a verdict prints for one reason; it counts the rest."""
 LISTED: Final = 20
@@ -64,16 +62,15 @@ def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_sta
 
 
 def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collection[str]], reasons: Any) -> Results:
-    """The results of one backend. `tests` gives an outcome (a key of `WORDS`) by test id, `lists` further test ids."""
+    """The results of one backend. `tests` gives an outcome by test id, `lists` further test ids."""
     from ringattn_core.backends import discovery
     from ringattn_core.contract.features import Feature
 
     registration = discovery.registrations()[name]
     descriptor = registration.descriptor()
     declared = [feature.name for feature in Feature if descriptor.supports(feature)]
-    ids = {outcome: sorted(test for test, of_test in tests.items() if of_test == outcome) for outcome in WORDS}
-    expected = ids.pop("expected_failure")
-    passed = len(ids.pop("passed"))
+    outcomes = ("passed", "expected_failure", "failed", "unexpected_pass", "skipped")
+    ids = {outcome: sorted(test for test, one in tests.items() if one == outcome) for outcome in outcomes}
     return {
         "distribution": registration.distribution,
         "version": registration.version,
@@ -84,9 +81,9 @@ def of_backend(name: str, tests: Mapping[str, str], lists: Mapping[str, Collecti
         "head_multiple": descriptor.head_multiple,
         "platforms": list(descriptor.platforms),
         "declared": declared,
-        "passed": passed,
-        "expected_failure": {test: reasons.get(test, "") for test in expected},
         **ids,
+        "passed": len(ids["passed"]),
+        "expected_failure": {test: reasons.get(test, "") for test in ids["expected_failure"]},
         **{what: sorted(tests) for what, tests in lists.items()},
     }
 
@@ -104,7 +101,7 @@ def judged(backend: Results, run: Results) -> Results:
     for what, names in {"declared, not tried": untried, "not collected": backend["uncollected"]}.items():
         first, others = names[:FEW], len(names) - FEW
         reasons += [f"{what}: " + ", ".join(first) + (f" and {others} more" if others > 0 else "")] if first else []
-    if (factor := options["tolerance_factor"]) > 1:
+    if not (factor := options["tolerance_factor"]) <= 1:  # NaN too, with which every comparison passes
         reasons.append(f"every tolerance was multiplied by {factor:g}")
     if run["exit_status"] not in _COMPLETE:
         reasons.append(f"pytest ended with exit status {run['exit_status']}")
@@ -122,27 +119,22 @@ def lines(backend: Results, run: Results) -> list[str]:
     devices, found = run["devices"]["count"], []
     if devices < RINGS[-1]:
         found.append(f"rings of more than {devices} ranks were emulated by one device")
-    if run["options"]["tolerance_factor"] != 1:
-        found.append(f"EVERY TOLERANCE TIMES {run['options']['tolerance_factor']:g}")
     failed = has_failed(backend)
     for key, what in SPOILING.items():
         found += [] if failed and key == "not_run" else _listed(what, backend[key])
     found += [] if failed else _listed("declared, not tried", backend["untried"])
     found += _listed("expected to fail", [f"{test}: {why}" for test, why in backend["expected_failure"].items()])
-    counts = {what: backend[key] if key == "passed" else len(backend[key]) for key, what in WORDS.items()}
-    found.append(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing ran")
     return found
 
 
-def title(name: str, backend: Results, run: Results) -> str:
-    """The backend, devices, JAX version, date and seed that a verdict holds for, in one line."""
-    of, options, jax = run["devices"], run["options"], run["versions"]["jax"]
+def verdict(name: str, run: Results) -> str:
+    """The line that says whether a backend's certificate is given, and if not, why."""
+    backend, of, options, jax = run["backends"][name], run["devices"], run["options"], run["versions"]["jax"]
     where = f"{of['count']} {of['kind']} with JAX {jax}, {run['date'][:10]}, seed {options['seed']}"
-    return f"{name} {backend['version']} on {where}"
+    return f"{name} {backend['version']} on {where}: {_judgement(backend)}"
 
 
-def verdict(backend: Results) -> str:
-    """The sentence that says whether the certificate is given, and if not, why."""
+def _judgement(backend: Results) -> str:
     certificate, expected = backend["certificate"], len(backend["expected_failure"])
     tier, why = f"the {certificate['tier']} tier", "; ".join(certificate["spoiled_by"])
     failures = f"{expected} expected failure{'s' * (expected > 1)}"
@@ -169,11 +161,9 @@ def _listed(what: str, tests: Collection[str]) -> list[str]:
 
 
 def write(path: Path, found: Results) -> None:
-    """Writes the results as JSON; an interrupted write leaves no incomplete file at `path`."""
+    """Writes the results as JSON, in a folder that need not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    partial.replace(path)
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def versions(more: Iterable[str] = ()) -> dict[str, str | None]:

@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a run of the suite: `--ringattn-NAME` in pytest, `--NAME` in the command `ringattn-conformance`."""
 
-import math
 from pathlib import Path
 from typing import Any, Final
 
 from . import tiers
 
 BACKEND: Final = "--ringattn-backend"
-
-
-def _factor(text: str) -> float:
-    """The text as a positive, finite number; raises ValueError otherwise."""
-    found = float(text)
-    if not 0 < found < math.inf:
-        raise ValueError(text)
-    return found
 
 
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -25,7 +16,7 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "how much is tried (default: %(default)s). " + "; ".join(f"{n}: {x}" for n, x in tiers.TIERS.items()),
     },
     "tolerance-factor": {
-        "type": _factor,
+        "type": float,
         "default": 1.0,
         "metavar": "X",
         "help": "multiply every tolerance; more than 1 spoils the certificate",
@@ -41,20 +32,9 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "metavar": "N",
         "help": "what the calls of the day are drawn by (default: today, as in 20261126)",
     },
-    "report": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "write the results as JSON",
-    },
+    "report": {"type": Path, "metavar": "FILE", "help": "write the results as JSON"},
 }
 """The name of each option, and the arguments of `add_argument` for it."""
-RECORDED: Final = ("tier", "tolerance-factor", "seed")
-"""The options that the results list."""
-
-
-def field(name: str) -> str:
-    """The attribute of pytest's `config.option` that holds the option."""
-    return f"ringattn_{name.replace('-', '_')}"
 
 
 def in_pytest(values: dict[str, Any]) -> list[str]:

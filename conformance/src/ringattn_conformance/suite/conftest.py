@@ -8,7 +8,7 @@ import jax
 import pytest
 from ringattn_core.backends import discovery
 
-from ringattn_conformance import devices, tiers, tolerances
+from ringattn_conformance import comparison, ranks, tiers
 
 OPTIMISED: Final = "test_numerics"
 """The module whose tests always run with XLA's full optimisation, as users compile."""
@@ -29,13 +29,13 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def tolerances_of_the_backend(ringattn_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the tolerances for a test's backend: larger ones if it has partial results in half precision."""
-    monkeypatch.setattr(tolerances, "half_partials", discovery.get(ringattn_backend).descriptor().half_partials)
+    monkeypatch.setattr(comparison, "half_partials", discovery.get(ringattn_backend).descriptor().half_partials)
 
 
 @pytest.fixture(autouse=True)
 def device_of_the_worker() -> Iterator[None]:
     """Makes the worker's own device JAX's default, so that calls on one device are spread over all devices."""
-    first = devices.own_first()[0]
+    first = ranks.own_first()[0]
     if first == jax.devices()[0]:
         yield
     else:

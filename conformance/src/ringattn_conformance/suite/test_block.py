@@ -19,7 +19,7 @@ from ringattn_core.ring import blocks as ring_blocks
 from ringattn_core.ring import engine
 from ringattn_core.ring.sends import KV
 
-from ringattn_conformance import tiers, tolerances, wrong
+from ringattn_conformance import comparison, tiers
 from ringattn_conformance.cases import CASES, KEYWORDS, OPERANDS, Case
 from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import static_options
@@ -71,7 +71,7 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Block], dout: Any, d
 @tiers.core
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
-    kernel, case = _kernel(ringattn_backend), case.with_heads_for(discovery.get(ringattn_backend).descriptor())
+    kernel, case = _kernel(ringattn_backend), case.with_heads_for(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
     inputs, answer = case.inputs, case.answer
@@ -86,10 +86,10 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         axis = _OF_KEYS.get(name)
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
-    faults += tolerances.against_oracle(got, answer, tolerances.dtype_of(case), case.value_gain)
-    if not tolerances.half_partials:
-        faults += tolerances.rounded_to_half(got, answer)
-    wrong.fail_if(faults, tolerances.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
+    faults += comparison.against_oracle(got, answer, case)
+    if not comparison.half_partials:
+        faults += comparison.rounded_to_half(got, answer)
+    comparison.fail_if(faults, comparison.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
 
 
 @tiers.core
@@ -97,7 +97,7 @@ def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     kernel = _kernel(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
         return
-    case = Case("unseen-block", causal=True).with_heads_for(discovery.get(ringattn_backend).descriptor())
+    case = Case("unseen-block", causal=True).with_heads_for(ringattn_backend)
     own, unseen = _blocks(case, SHARDS)
     own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
     before = jax.jit(lambda: kernel.forward(own, None))()

@@ -4,7 +4,6 @@
 import dataclasses
 from typing import Any, Final
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -14,15 +13,13 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import ENTRIES, KEYWORDS, of_entry
-from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.outcomes import agrees
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, static_options
 
 LENGTHS: Final = np.array([45, 11])
 """The tokens in each batch row of a cache with room for 48. With 16 queries, row 1 has some negative positions."""
 QUERIES: Final = 16
-CASES: Final = {entry["name"]: of_entry(entry) for entry in ENTRIES["cache"]}
-RINGS: Final = (4, 2, 8, 1)
+CASES: Final = {entry["name"]: entry for entry in ENTRIES["cache"]}
 
 
 class WholeQueries(Placed):
@@ -34,11 +31,10 @@ class WholeQueries(Placed):
 
 
 def _placed(name: str, backend: str, tokens: int = QUERIES) -> Placed:
-    """The case of that name, with this number of queries. Rings and layouts differ from one case to the next."""
-    number = list(CASES).index(name)
-    ring = RINGS[number % len(RINGS)]
-    layout = LAYOUTS[(number + 1) % len(LAYOUTS)] if ring > 1 else LAYOUTS[0]
-    return place(dataclasses.replace(CASES[name], q_length=tokens), Placement(ring, layout), backend)
+    """The case of that name, with this number of queries."""
+    entry = CASES[name]
+    case = dataclasses.replace(of_entry(entry), q_length=tokens)
+    return place(case, Placement(entry["ring"], entry["layout"]), backend)
 
 
 def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
@@ -48,13 +44,13 @@ def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
     agrees(placed, gradients, needs=[Feature.POSITIONS], local=lambda operands, fixed: local(operands), problem=problem)
 
 
-def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> tuple[jax.Array, ...]:
+def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> Arrays:
     """One rank's call of `prefill_attention` or `decode_attention`, which are always causal."""
     options = static_options(placed.case) | more
     options |= {KEYWORDS[name]: x for name, x in arrays.items() if name not in ("q", "k", "v")}
     del options["causal"]
     options |= {"axis_name": RING, "layout": placed.placement.layout, "backend": placed.backend}
-    return function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options)
+    return placed.by_name(function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options))
 
 
 @tiers.mark(tiers.CORE, "plain")

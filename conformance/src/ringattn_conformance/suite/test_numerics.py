@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerances, wrong
+from ringattn_conformance import comparison, oracle, tiers
 from ringattn_conformance.cases import DTYPES, NAMED, Case, Inputs
 from ringattn_conformance.outcomes import agrees, declared, owed, supports
 from ringattn_conformance.ranks import Placed, Placement, place, run, with_gradients
@@ -45,12 +45,8 @@ SPOT = (1, 20, 1, 3)
 """Batch row, token, head and component of the one non-finite value."""
 
 
-def _exact(answer: oracle.Answer) -> dict[str, np.ndarray]:
-    return {"out": answer.out, **answer.gradients}
-
-
 def _rms(got: dict[str, np.ndarray], answer: oracle.Answer) -> dict[str, float]:
-    wanted = _exact(answer)
+    wanted = answer.by_name
     return {name: float(np.sqrt(np.mean((x.astype(np.float64) - wanted[name]) ** 2))) for name, x in got.items()}
 
 
@@ -63,15 +59,15 @@ def test_the_error_of_a_ring_of_eight_in_half_precision_is_that_of_one_device(ri
         results = {ring: run(placed) for ring, placed in rings.items()}
         if right:
             answer = rings[1].case.answer
-            rounded = {name: x.astype(DTYPES[dtype]) for name, x in _exact(answer).items()}
+            rounded = {name: answer.by_name[name].astype(DTYPES[dtype]) for name in results[1]}
             least, one, eight = (_rms(got, answer) for got in (rounded, results[1], results[8]))
             # Two roundings of equal size, independent of each other.
-            twice = 2**0.5 if tolerances.half_partials else 1.0
+            twice = 2**0.5 if comparison.half_partials else 1.0
             faults = [
                 *_beyond(one, least, RMS_OF_ROUNDING * twice, "on one device", f"of the exact result in {dtype}"),
                 *_beyond(eight, one, RMS_GROWTH * twice, "on 8 devices", "on one"),
             ]
-            wrong.fail_if(faults, f"{dtype} ring")
+            comparison.fail_if(faults, f"{dtype} ring")
 
 
 def _beyond(errors: dict[str, float], least: dict[str, float], most: float, where: str, of: str) -> list[str]:
@@ -138,19 +134,19 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str
             bad = {"out": rows, "dq": rows, "lse": np.swapaxes(rows, 1, 2), "dk": keys, "dv": keys}
             exempt = ("lse", "dv") if operand == "v" else ("dv",)  # exp(s - inf) is 0
             faults = [fault for name, x in got.items() for fault in _hidden(name, x, bad[name], answer, name in exempt)]
-            wrong.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
+            comparison.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
 
 
 def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, exempt: bool) -> list[str]:
     """Faults: rows of `bad` that are finite, unless `exempt`, and finite elements elsewhere that are wrong."""
-    want = {"out": answer.out, "lse": answer.lse, **answer.gradients}[name]
+    want = answer.by_name[name]
     hidden = bad & np.isfinite(got).reshape(*bad.shape, -1).all(-1) & ~np.array(exempt)
     at = np.argwhere(hidden).tolist()
     faults = [f"{name}: {len(at)} rows hide it, the first at {at[0]}"] if at else []
     left_out = bad.reshape(*bad.shape, *[1] * (got.ndim - bad.ndim)) | ~np.isfinite(got)
     rest = np.where(left_out, 0, got), np.where(left_out, 0, want)
-    tolerance = tolerances.allowed(name, "float32", want, answer.largest, answer.uncapped)
-    return faults + wrong.difference(name, *rest, tolerance)
+    tolerance = comparison.allowed(name, "float32", want, answer.largest, answer.uncapped)
+    return faults + comparison.difference(name, *rest, tolerance)
 
 
 @tiers.core
@@ -216,9 +212,7 @@ def test_a_repeated_run_gives_the_same_bits(ringattn_backend: str, name: str):
         runs = [jax.tree.map(np.asarray, program(placed.operands, placed.fixed, placed.cotangents)) for _ in range(3)]
         if right:
             for again in runs[1:]:
-                different = jax.tree.map(lambda a, b: int((_bits(a) != _bits(b)).sum()), runs[0], again)
-                assert not any(jax.tree.leaves(different)), f"elements whose bits differ: {different}"
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    return x.view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+                different = {
+                    name: int((x.view(np.uint8) != again[name].view(np.uint8)).sum()) for name, x in runs[0].items()
+                }
+                assert not any(different.values()), f"bytes that differ: {different}"
