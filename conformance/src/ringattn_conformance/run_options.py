@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a run of the suite: `--ringattn-NAME` in pytest, `--NAME` in the command `ringattn-conformance`."""
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
 from . import tiers
 
 BACKEND: Final = "--ringattn-backend"
+
+
+def _positive(text: str) -> float:
+    """The text as a positive, finite number; raises ValueError otherwise."""
+    if 0 < (found := float(text)) < math.inf:
+        return found
+    raise ValueError(text)
 
 
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -16,7 +24,7 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "how much is tried (default: %(default)s). " + "; ".join(f"{n}: {x}" for n, x in tiers.TIERS.items()),
     },
     "tolerance-factor": {
-        "type": float,
+        "type": _positive,
         "default": 1.0,
         "metavar": "X",
         "help": "multiply every tolerance; more than 1 spoils the certificate",
