@@ -60,13 +60,14 @@ CASES: dict[str, dict[str, Any]] = {
     "mask-everywhere": {"mask": jnp.ones((1, 1, 1, 1), bool)},
     "key-lengths": {"key_value_seq_lengths": LENGTHS},
     "both-lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS[::-1], "is_causal": True},
+    "lengths-and-mask": {"query_seq_lengths": LENGTHS, "mask": MASK},
     "lengths-and-mask-of-keys": {"key_value_seq_lengths": LENGTHS, "mask": MASK[:, :1, :1]},
 }
 
 
-@pytest.mark.parametrize("name", ["sides", "mask-of-keys", "mask-everywhere", "key-lengths"])
+@pytest.mark.parametrize("name", ["sides", "mask-of-keys", "mask-everywhere", "key-lengths", "lengths-and-mask"])
 def test_value_and_gradients_are_those_of_jax(name: str):
-    """The other cases are compared over a mesh below, and by `test_adapters_upstream.py` on one device."""
+    """The other cases are compared over a mesh below."""
     agree(*both(loss, operands(), **CASES[name]))
 
 
@@ -196,6 +197,11 @@ def test_a_wrong_argument_is_named(name: str):
     given, message = REFUSED[name]
     with pytest.raises(errors.InputError, match=message):
         dot_product_attention(*operands(), **given)
+
+
+def test_an_implementation_of_jax_is_no_backend():
+    with pytest.raises(errors.BackendNotFoundError, match="no ring-attention backend 'cudnn'"):
+        dot_product_attention(*operands(), implementation="cudnn")
 
 
 def test_the_adapters_of_functions_import_no_other_library():
