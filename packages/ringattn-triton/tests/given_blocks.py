@@ -64,9 +64,6 @@ OPTIONS: dict[str, Any] = MASKS | {
     "negative scale": lambda t, s: {"softmax_scale": -0.7, "causal": True},
     "scale of zero": lambda t, s: {"softmax_scale": 0.0},
     "bias": lambda t, s: {"bias": bias(2, 4, t, s)},
-    "bias of keys": lambda t, s: {"bias": bias(1, 1, 1, s), "logits_soft_cap": 2.0},
-    "bias of heads": lambda t, s: {"bias": bias(1, 4, t, s), "causal": True},
-    "bias that forbids": lambda t, s: {"bias": forbidding(2, 4, t, s)},
     "slopes": lambda t, s: {"slopes": SLOPES, "causal": True},
     "slopes of rows": lambda t, s: {"slopes": np.concatenate([SLOPES, SLOPES * 2])},
     "dropout": lambda t, s: {"dropout_prob": 0.3, "seed": SEEDS, "causal": True},
@@ -78,19 +75,6 @@ OPTIONS: dict[str, Any] = MASKS | {
     },
 }  # fmt: skip
 """What a block of so many queries and keys, two batch rows and four heads may be asked for."""
-
-
-KEY_INDICES = {
-    "from the beginning": np.arange(40),
-    "from a multiple of 16": np.arange(40) + 4000,
-    "from no multiple of 16": np.arange(40) + 4008,
-    "every fourth": np.arange(40) * 4 + 1,
-    "two runs that meet within a tile": np.concatenate([np.arange(8) + 8, np.arange(32) + 400]),
-    "with padding": np.where(np.arange(40) < 35, np.arange(40), -1),
-}
-"""Global indices of 40 keys; four entries share a draw only where indices count on from a multiple of 16."""
-QUERIES_FROM = (12352, 12345)
-"""The first global index of queries: a multiple of 16, and none."""
 
 
 def with_option(option: str, q_length: int, kv_length: int, **fields: Any) -> Block:
