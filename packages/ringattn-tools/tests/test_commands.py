@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core import errors, ring_attention
-from ringattn_core.call.options import OPTIONS
 from ringattn_core.contract.features import Feature
-from ringattn_tools.call_arguments import option_arguments
 from ringattn_tools.main import main
 from ringattn_tools.output import Title, show
 
@@ -136,15 +134,6 @@ def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> N
         main([*CALL, *arguments])
     err = capsys.readouterr().err
     assert left.value.code == 2 and err.count("\n") == 1 and err.startswith(f"ringattn explain: {fault}")
-
-
-def test_the_command_line_takes_every_option_of_a_call() -> None:
-    named = {name for name, _ in option_arguments()}
-    options = {option.name for option in OPTIONS}
-    otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
-    never = {"attention_mask", "balance", "check_positions"}
-    never |= {"axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
-    assert named | otherwise | never | {"dropout_seed"} == options
 
 
 def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(add, capsys) -> None:
