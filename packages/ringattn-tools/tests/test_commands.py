@@ -127,6 +127,8 @@ def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsy
         (["--query", "1,-2,3,4"], "argument --query: got -2"),
         (["--backend", "xla,"], "argument --backend: got 'xla,'"),
         (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3'"),
+        (["--rate", "nan,1"], "argument --rate: got"),
+        (["--link", "1@x"], "argument --link: got"),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> None:
