@@ -4,9 +4,9 @@
 from typing import Any
 
 import pytest
-from tpu_budgets import BODIES, PEAK, SLACK, VMEM, over
+from tpu_budgets import PEAK, VMEM, over
 from tpu_programs import CHIPS
-from tpu_reports import Permute, Report, bodies_of, compiled
+from tpu_reports import Permute, Report, compiled
 
 pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install libtpu")
 
@@ -81,22 +81,6 @@ def test_sends_are_under_way_while_a_kernel_runs(ring: str, chip: str, reports: 
 
 
 @pytest.mark.parametrize("program", ["one pass", "two passes"])
-def test_bodies_are_as_long_as_written_down(program: str, chip: str, reports: dict[str, Any]):
-    """Bundles of a tile of 1024 x 1024 with heads of 128, first where all is visible and then where a mask is."""
-    for kernel, bodies in reports[program].bodies.items():
-        budget = BODIES[kernel][chip]
-        assert len(bodies) == len(budget), f"{kernel} on {chip} has bodies of {bodies} bundles"
-        for found, bound in zip(bodies, budget, strict=True):
-            assert not (complaint := over(f"{kernel} on {chip}: bundles of a tile", found, bound)), complaint
-            assert found >= bound / SLACK, f"{kernel} on {chip}: {found} bundles; lower the budget of {bound}"
-
-
-def test_every_kernel_has_a_budget_of_bundles(reports: dict[str, Any]):
-    found = {kernel for program in ("one pass", "two passes") for kernel in reports[program].bodies}
-    assert found == set(BODIES)
-
-
-@pytest.mark.parametrize("program", ["one pass", "two passes"])
 def test_kernels_take_no_more_vector_memory_than_written_down(program: str, chip: str, reports: dict[str, Any]):
     for kernel, size in reports[program].vmem.items():
         bound = VMEM[kernel][chip]
@@ -122,12 +106,6 @@ def test_a_kernel_too_large_for_the_vector_memory_is_refused(once: Any):
 
 
 def test_a_synchronous_send_is_exposed():
-    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, {}, 0)
+    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, 0)
     assert report.exposed == ["a"]
     assert Report.from_dict(report.as_dict()) == report
-
-
-def test_bodies_are_told_apart_by_bundles_without_products():
-    first, second = [*range(10, 400, 3)], [*range(500, 1400, 2)]
-    assert bodies_of([2, *first, *second]) == (396, 899)
-    assert bodies_of([*range(0, 200, 50)]) == ()
