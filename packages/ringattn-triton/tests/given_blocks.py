@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import random_blocks
 from jax.extend.core import Literal
-from random_blocks import MASKS
 from random_blocks import random_ids as ids
 from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
@@ -52,11 +51,25 @@ def _masks(length: int, keys: int) -> dict[str, Any]:
 SLOPES = np.array([[0.5, 0.1, 0.02, 0.3]], np.float32)
 SEEDS = np.array([5, 2**32 - 1], np.uint32)
 
-OPTIONS: dict[str, Any] = MASKS | {
+
+def scattered(seed: int, *shape: int) -> np.ndarray:
+    """Positions in no order."""
+    return np.random.default_rng(seed).integers(-9, shape[-1], shape).astype(np.int32)
+
+
+OPTIONS: dict[str, Any] = {
     "plain": lambda t, s: {},
+    "causal": lambda t, s: {"causal": True},
+    "window": lambda t, s: {"sliding_window": (5, 2)},
+    "segments": lambda t, s: {"q_segments": ids(2, t), "kv_segments": ids(2, s)},
+    "causal segments": lambda t, s: {"q_segments": ids(2, t), "kv_segments": ids(2, s), "causal": True},
+    "dense mask": lambda t, s: {"mask": dense_mask(2, 1, t, s)},
+    "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
+    "positions": lambda t, s: {
+        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
+    },
     "mask of the algebra": lambda t, s: {"masks": (Causal() | Prefix(9),)},
     "masks of heads": _masks,
-    "dense mask of heads": lambda t, s: {"mask": dense_mask(1, 4, t, s)},
     "both kinds of masks": lambda t, s: {**_masks(t, s), "mask": dense_mask(2, 4, t, s), "causal": True},
     "soft cap": lambda t, s: {"logits_soft_cap": 1.5, "causal": True},
     "soft cap far above the scores": lambda t, s: {"logits_soft_cap": 3e4},
