@@ -148,8 +148,6 @@ def test_every_form_of_a_call_raises(ring: int, form: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "ring", "kind"),
     [
-        ("zigzag", 1, AxisType.Auto),
-        ("contiguous", 2, AxisType.Explicit),
         ("striped", 2, AxisType.Auto),
         ("zigzag", 4, AxisType.Explicit),
     ],

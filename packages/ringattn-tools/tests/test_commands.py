@@ -58,17 +58,6 @@ def test_list_loads_no_kernel(add, capsys) -> None:
     assert "good_block" in sys.modules, "this test would not see a kernel that is loaded"
 
 
-def test_info_shows_the_kernel_the_probe_and_every_feature(add, capsys) -> None:
-    add("good")
-    status, out, _ = said(capsys, "info", "good")
-    assert status == 0
-    facts = {"door": "kernel", "implementation": "good_block:KERNEL", "available": "yes", "distribution": "made-good"}
-    assert all(line_of(out, name).split() == [name, fact] for name, fact in facts.items())
-    for feature in Feature:
-        assert ("not declared" if feature is Feature.DROPOUT else "supported") in line_of(out, feature.name)
-    assert json.loads(said(capsys, "info", "good", "--json")[1])["implementation"] == "good_block:KERNEL"
-
-
 def test_info_of_a_backend_that_cannot_run_says_why_and_exits_with_1(add, capsys) -> None:
     add("lame", probe="lame_block:unsound", door="ring", kernel="RING")
     for json_too in ((), ("--json",)):

@@ -39,18 +39,6 @@ class TestNothingIsGuessed:
         assert (devices.measured_name("NVIDIA H200"), devices.measured_name("NVIDIA H100 80GB HBM3")) == ("h200", None)
 
     @pytest.mark.parametrize(
-        ("words", "missing"),
-        [
-            ("", "pass --rate and --link."),
-            ("--platform tpu", "pass --rate and --link."),
-            ("--device h200 --ring 16", "pass --link."),
-            ("--ring 1", "pass --rate."),
-        ],
-    )
-    def test_of_others_it_asks_for_what_nobody_has_measured(self, words: str, missing: str, capsys) -> None:
-        assert told(capsys, words)["not_reckoned"].endswith(missing) and "plans" not in told(capsys, words)
-
-    @pytest.mark.parametrize(
         ("words", "line"),
         [
             ("--device h200 --platform tpu", "h200 is a device of cuda"),
