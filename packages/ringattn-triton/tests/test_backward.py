@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
+from compile_reports import launches
 from given_blocks import make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
@@ -162,3 +163,13 @@ def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
     assert schedules.backward_keys(facts, 4, params, target) == Schedule(16, 32, 4, 3, in_registers=False)
     assert schedules.backward_queries(facts, 4, params, target) == Schedule(64, 32, 2, 1, in_registers=False)
     check(block, "two schedules")
+
+
+def test_dropout_stores_nothing_of_the_size_of_the_scores() -> None:
+    block = make_block(1, 512, 512, 1, 1, 16, dropout_prob=0.1, seed=np.array([7], np.uint32))
+
+    def both(block: Any, *given: Any) -> Any:
+        return KERNEL.forward(block, None), KERNEL.backward(block, *given)
+
+    found = launches(jax.make_jaxpr(both)(block, *given_to(block)).jaxpr)
+    assert max(output.size for call, _ in found for output in call.outputs) < 512 * 512 / 4
