@@ -22,12 +22,12 @@ def named(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-# XLA's optimiser takes most of the time of a page.
+# XLA's optimiser takes most of the time of a page; sessions of nox pass more flags against it.
 UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-def run(code: str, tmp_path: Path, flags: str = UNOPTIMISED) -> subprocess.CompletedProcess:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+def run(code: str, tmp_path: Path, **flags: str) -> subprocess.CompletedProcess:
+    environment = {"XLA_FLAGS": UNOPTIMISED} | os.environ | flags | {"JAX_PLATFORMS": "cpu"}
     script = tmp_path / "pasted.py"
     script.write_text(code)
     return subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -35,7 +35,7 @@ def run(code: str, tmp_path: Path, flags: str = UNOPTIMISED) -> subprocess.Compl
 
 def test_the_readme_example_runs_as_it_is_pasted(tmp_path: Path):
     (example,) = CODE.findall(README.read_text())
-    result = run(example, tmp_path, flags="")
+    result = run(example, tmp_path, XLA_FLAGS="")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("loss ") and "gradients" in result.stdout, "it prints no gradients"
     assert len(result.stdout.splitlines()) == 1, "it prints more than a line"
