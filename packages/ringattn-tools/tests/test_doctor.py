@@ -51,6 +51,11 @@ def test_a_broken_backend_for_another_platform_is_a_fault_and_its_kernel_is_not_
     assert "its probe bad_block:crash failed" in fault
 
 
+def test_without_any_backend_it_says_how_to_get_one(add, capsys) -> None:
+    assert main(["doctor"]) == 1
+    assert "pip install ./packages/ringattn-xla" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_backend_that_the_environment_names_and_nobody_has_is_a_fault(add, monkeypatch) -> None:
     add("good")
     monkeypatch.setenv("RINGATTN_BACKEND", "goof")

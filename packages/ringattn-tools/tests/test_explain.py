@@ -124,17 +124,11 @@ def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gi
             assert status == 1 and "none:" in out and "hop 3" in out, "the plan is core's, and is shown all the same"
 
 
-CHUNK = "explain --query 2,{tokens},4,16 --kv 64,2,8 --ring 4 --dtype bf16 --causal --query-offset 16"
-
-
-def told(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
-    assert main(f"{words} --backend xla --json".split()) == 0
-    return json.loads(capsys.readouterr()[0])
-
-
 @pytest.mark.parametrize(("tokens", "chosen"), [(8, "queries"), (32, "keys")])
 def test_it_sends_what_is_fewer_bytes(capsys: pytest.CaptureFixture[str], tokens: int, chosen: str) -> None:
-    rows = told(capsys, CHUNK.format(tokens=tokens))["prefill"]
+    call = f"explain --query 2,{tokens},4,16 --kv 64,2,8 --ring 4 --dtype bf16 --causal --query-offset 16"
+    assert main(f"{call} --backend xla --json".split()) == 0
+    rows = json.loads(capsys.readouterr().out)["prefill"]
     assert [row["send"] for row in rows if row["chosen"]] == [chosen]
     # Three other ranks; a token of the cache has 2 heads of 16 and 8, and one of the chunk 4 heads.
     assert {row["send"]: row["sent"] for row in rows} == {
