@@ -2,7 +2,7 @@
 """Blocks of random numbers, for the tests of kernels without a ring."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, get_args
 
 import jax.numpy as jnp
@@ -54,30 +54,3 @@ def random_ids(batch: int, length: int) -> np.ndarray:
 def random_mask(*shape: int) -> np.ndarray:
     """A dense mask that is true in three of five places."""
     return np.random.default_rng(3).random(shape) < 0.6
-
-
-def scattered(seed: int, *shape: int) -> np.ndarray:
-    """Positions in no order."""
-    return np.random.default_rng(seed).integers(-9, shape[-1], shape).astype(np.int32)
-
-
-MASKS: Final[dict[str, Callable[[int, int], dict[str, Any]]]] = {
-    "causal": lambda t, s: {"causal": True},
-    "window": lambda t, s: {"sliding_window": (5, 2)},
-    "window to the left": lambda t, s: {"sliding_window": (4, None), "causal": True},
-    "window to the right": lambda t, s: {"sliding_window": (None, 3)},
-    "window wider than any block": lambda t, s: {"sliding_window": (2**30, 2**31 - 1)},
-    "chunk": lambda t, s: {"chunk_size": 6},
-    "chunk in a window": lambda t, s: {"chunk_size": 12, "sliding_window": (5, 1)},
-    "segments": lambda t, s: {"q_segments": random_ids(2, t), "kv_segments": random_ids(2, s)},
-    "causal segments": lambda t, s: {"q_segments": random_ids(2, t), "kv_segments": random_ids(2, s), "causal": True},
-    "dense mask": lambda t, s: {"mask": random_mask(2, 1, t, s)},
-    "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
-    "positions": lambda t, s: {
-        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
-    },
-    "positions in chunks": lambda t, s: {
-        "chunk_size": 4, "increasing": False, "q_positions": scattered(5, 1, t), "kv_positions": scattered(6, 2, s),
-    },
-}  # fmt: skip
-"""Fields of `make_block` by which a query sees some keys only, from the numbers of queries and keys, by name."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of third-party backends are inert and correct, and refuse what they do not declare."""
+"""The examples of third-party backends are inert; those for a GPU are correct, and say what is not installed.
+
+`nox -s thirdparty` certifies the two that run on a CPU: their numbers, and that they refuse what they lack.
+"""
 
 import dataclasses
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends.discovery import registered
-from ringattn_core.errors import BackendUnavailableError, UnsupportedFeatureError
+from ringattn_core.errors import BackendUnavailableError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BLOCK, RING = EXAMPLES / "third-party-backend", EXAMPLES / "third-party-ring"
@@ -31,37 +33,17 @@ KERNELS = {
     FA4: "ringattn_example_fa4.kernel",
     TRITON: "ringattn_example_triton.kernel",
 }
-each = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(BLOCK / "src")
-    monkeypatch.syspath_prepend(RING / "src")
-    with registered(descriptor(BLOCK)), registered(descriptor(RING)):
-        yield
 
 
 def descriptor(folder: Path) -> Backend:
     return importlib.import_module(f"{KERNELS[folder].split('.')[0]}.plugin").BACKEND
 
 
-@each
+@pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
 def test_its_descriptor_imports_no_kernel(folder: Path):
     kernel = KERNELS[folder]
     code = f"import sys, {kernel.split('.')[0]}.plugin; sys.exit({kernel!r} in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(folder / "src")})
-
-
-@pytest.mark.parametrize(
-    ("backend", "feature", "arrays", "soft_cap"),
-    [("example", "SOFT_CAP", (), 5.0), ("example-ring", "BIAS", (None, np.ones((1, 1, 8, 8))), None)],
-    ids=["example", "example-ring"],
-)
-def test_what_it_does_not_declare_raises(install: None, backend: str, feature: str, arrays: Any, soft_cap: Any):
-    x = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(UnsupportedFeatureError, match=f"'{backend}' does not support {feature}"):
-        ring_attention(x, x, x, *arrays, logits_soft_cap=soft_cap, backend=backend)
 
 
 def flash3(target: str, results: Any) -> Any:

@@ -14,13 +14,13 @@ SMALL = ("--length", "256", "--layers", "2", "--width", "64", "--hidden", "128",
 EVERY_STEP = ("--steps", "4", "--save-every", "2", "--print-every", "1")
 # Seconds that a test waits for a process; it is then killed.
 PATIENCE = 200
-# Compiling takes most of the time of these tests.
+# Compiling takes most of the time of these tests; sessions of nox pass more flags against it.
 UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 STEP = re.compile(r"^step (\d+)/4  loss ([\d.]+)  [\d,]+ tokens/s$", re.MULTILINE)
 
 
 def started(*arguments: str) -> subprocess.Popen:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": UNOPTIMISED}
+    environment = {"XLA_FLAGS": UNOPTIMISED} | os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )

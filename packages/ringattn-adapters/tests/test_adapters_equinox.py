@@ -128,10 +128,8 @@ class TestDropout:
 
 
 REFUSED = {
-    "no key": (lambda: RingMultiheadAttention(N, C, dropout_p=0.5, key=KEY)(X, X, X), "key: is missing with a dropout"),
     "a number for a key": (lambda: RingMultiheadAttention(N, C, key=3), "key: is not one random key"),
     "heads that are text": (lambda: RingMultiheadAttention("text", C, key=KEY), "num_heads: got 'text'. It needs"),
-    "an unknown dtype": (lambda: RingMultiheadAttention(N, C, dtype="zz", key=KEY), "dtype: got 'zz'. It needs"),
     "other axes": (lambda: RingMultiheadAttention(N, C, key=KEY)(X, X[0], X[0]), "query, key_ and value: have shapes"),
     "another size": (lambda: RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X), "key_: has shape .2, 16, 3."),
     "another mask": (lambda: RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3]), "^mask: has shape"),

@@ -8,8 +8,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from agreement import agree, mesh
+from agreement import agree, mesh, normal
 from flax import nnx
 from ringattn_adapters.flax import ring_attention_fn
 from ringattn_core import errors
@@ -67,7 +68,6 @@ CAUSAL = nn.make_causal_mask(X[..., 0])
 @pytest.mark.parametrize("mask", [None, CAUSAL, KEYS], ids=["no mask", "causal mask", "mask of keys"])
 @BOTH
 def test_a_layer_computes_the_same_over_a_ring_as_without(of: Any, mask: Any):
-    """`test_adapters_upstream.py` has the layers on one device."""
     agree(of(ring_attention_fn(mesh=mesh(), axis_name="sp"), mask=mask), of(None, mask=mask))
 
 
@@ -75,6 +75,41 @@ def test_the_mesh_of_set_mesh_is_the_mesh_of_a_layer():
     with jax.set_mesh(mesh()):
         found = of_linen(ring_attention_fn(axis_name="sp", batch_axis_name="data"), mask=KEYS)
     agree(found, of_linen(None, mask=KEYS))
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3, 8), (6, 8)], ids=str)
+def test_a_layer_takes_any_number_of_batch_axes(shape: tuple[int, ...]):
+    agree(of_linen(ring_attention_fn(), normal(0, *shape)), of_linen(None, normal(0, *shape)))
+
+
+def test_query_heads_share_key_heads_of_another_length():
+    arrays = normal(0, B, T, N, 8), normal(1, B, 5, 2, 8), normal(2, B, 5, 2, 8)
+    agree(ring_attention_fn()(*arrays), nnx.dot_product_attention(*arrays))
+
+
+def test_decoding_token_by_token_gives_the_causal_result():
+    decoder = linen(ring_attention_fn(), decode=True)
+    variables = decoder.init(jax.random.key(1), X)
+    want = linen().apply({"params": variables["params"]}, X, mask=CAUSAL)
+    step = jax.jit(lambda variables, token: decoder.apply(variables, token, mutable=["cache"]))
+    outs = []
+    for at in range(T):
+        out, cache = step(variables, X[:, at : at + 1])
+        variables = {**variables, **cache}
+        outs.append(out)
+    agree(jnp.concatenate(outs, 1), want)
+
+
+def test_dropout_follows_its_key_and_reads_none_where_it_is_switched_off():
+    dropping, off = (
+        linen(ring_attention_fn(), dropout_rate=0.5, broadcast_dropout=False, deterministic=deterministic)
+        for deterministic in (False, True)
+    )
+    keys = jax.random.split(jax.random.key(0), 4)
+    parameters = dropping.init({"params": keys[0], "dropout": keys[1]}, X)
+    a, again, other = (dropping.apply(parameters, X, rngs={"dropout": key}) for key in (keys[2], keys[2], keys[3]))
+    assert (a == again).all() and not (a == other).all()
+    np.testing.assert_array_equal(off.apply(parameters, X), linen(ring_attention_fn()).apply(parameters, X))
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -120,10 +155,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "promotion of another signature": ({"promote_dtype": nn.dtypes.promote_dtype}, "promote_dtype: does not turn the"),
     "a mask of other batch axes": ({"mask": jnp.ones((3, N, T, T))}, "mask: has shape .*It must broadcast to"),
-    **{
-        name: ({name: jnp.einsum}, f"{name}: is set, and")
-        for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum", "einsum_dot_general")
-    },
+    "a function for the weights": ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum: is set, and"),
+    "sown weights": ({"module": object()}, r"module \(sow_weights=True\): is set, and"),
+    "one dropout for all heads": (
+        {"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, "broadcast_dropout: is True"
+    ),
 }  # fmt: skip
 
 

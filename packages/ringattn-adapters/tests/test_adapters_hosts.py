@@ -226,8 +226,6 @@ class TestWhatIsRefused:
         [
             {"attn_backend": "vanilla"},
             {"use_flash": False},
-            {"flash_block_size": 128},
-            {"attention_dtype": jnp.bfloat16},
             {"bias": Named(jnp.zeros((T, T)), ("position", "key_position")), "logits_soft_cap": 2.0},
         ],
         ids=lambda given: next(iter(given)),
@@ -260,11 +258,7 @@ class TestWhatIsRefused:
         with pytest.raises(errors.InputError, match=r"^block_q: is set"):
             jax_linear_attention.context_parallel_attention(QUERY, KEY, VALUE, block_q=16)
 
-    @pytest.mark.parametrize(
-        "name",
-        ["lengths", "use_ragged_attention", "previous_chunk", "bidirectional_mask", "indexer_mask", "compressed_mask",
-         "record_max_logits", "decoder_segment_ids_kv", "pad_kv_total", "compress_ratio"],
-    )  # fmt: skip
+    @pytest.mark.parametrize("name", ["lengths", "previous_chunk", "bidirectional_mask", "compress_ratio"])
     def test_by_maxtext(self, name: str):
         with pytest.raises(errors.InputError, match=rf"^{name}: is set"):
             of_maxtext(operation(), QUERY, KEY, VALUE, IDS, **{name: 3 if "c" in name else IDS})
@@ -278,7 +272,7 @@ class TestWhatIsRefused:
         with pytest.raises(errors.InputError, match=rf"^{field}: is set"):
             of_maxtext(op, QUERY, KEY, VALUE, IDS, **mode)
 
-    @pytest.mark.parametrize("name", ["cache_view", "init_bias", "dropout_prob", "cum_seqlens_q", "mask_value"])
+    @pytest.mark.parametrize("name", ["cache_view", "init_bias", "dropout_prob"])
     def test_by_easydel(self, name: str, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(errors.InputError, match=rf"^{name}: is set"):
             of_easydel(monkeypatch, **{name: 0.5 if name == "dropout_prob" else IDS})

@@ -23,7 +23,6 @@ BLOCK = """
     KERNEL = Kernel()
     def RING(query, key, value, **options): ...
     def crash(): raise OSError("libfoo.so is missing")
-    def false(): return False
     def unsound(): return "no such device in the house"
 """
 

@@ -9,7 +9,6 @@ from ringattn_core.backends import discovery
 from ringattn_core.backends.selection import candidates
 from ringattn_core.errors import InputError, UnsupportedFeatureError
 from ringattn_tpu import availability, ring_attention
-from ringattn_tpu.plugin import BACKEND
 
 
 def tpu(kind: str = "TPU v6 lite", number: int = 0):
@@ -50,10 +49,6 @@ def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
     assert "it serves tpu, not cpu" in (on_cpu["tpu"] or "") and on_tpu["tpu"] is None
     assert next(iter(on_tpu)) == "tpu", "on a TPU it is the default"
     assert discovery.get("tpu").why_unavailable() is None
-
-
-def test_the_descriptor_is_registered():
-    assert discovery.get("tpu").descriptor() == BACKEND
 
 
 def of(dtype=jnp.float32, length=8, head_dim=8):

@@ -94,16 +94,6 @@ def test_a_straight_line_is_synchronous_and_a_folded_one_is_not():
     assert permutes(Mesh(folded, ("data", "sp")), products) == (0, 2)
 
 
-def test_a_send_is_under_way_whenever_a_kernel_runs_but_in_the_last_hop():
-    """The kernels of the backend `xla` are loops, and the program has no others."""
-    text = scheduled(ring_mesh(devices("v5e:2x2")), attention)
-    steps = re.findall(r" collective-permute-(start|done)\(| (while)\(", text[text.index("\nENTRY") :])
-    moved = [{"start": 1, "done": -1, "": 0}[step] for step, _ in steps]
-    under_way = [sum(moved[:n]) for n, (_, loop) in enumerate(steps) if loop]
-    assert len(under_way) == 4
-    assert under_way[:3] == [1] * 3
-
-
 def test_in_a_ring_of_two_levels_a_send_between_groups_is_under_way_during_all_kernels_of_a_round():
     mesh = Mesh(np.array(devices("v5e:2x4")).reshape(2, 4), ("groups", "sp"))
     tokens = P(None, ("groups", "sp"))

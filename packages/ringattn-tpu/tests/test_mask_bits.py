@@ -4,10 +4,11 @@
 import jax
 import numpy as np
 import pytest
+from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Numpy
 from ringattn_tpu import mask_bits
-from tpu_blocks import dense_mask, make_block
+from tpu_blocks import make_block
 
 
 def masks_of_heads(q_length: int, kv_length: int) -> dict:

@@ -7,12 +7,10 @@ from ringattn_core import ring_attention
 from ringattn_core.tuning import Problem
 from ringattn_tpu.block import KERNEL
 
-
-def problem(length: int) -> Problem:
-    return Problem(
-        backend="tpu", batch=1, q_length=length, kv_length=length, heads=2, kv_heads=2, head_dim=8,
-        value_dim=8, dtype="float32", platform="tpu", device="TPU v6e", versions=(),
-    )  # fmt: skip
+PROBLEM = Problem(
+    backend="tpu", batch=1, q_length=300, kv_length=300, heads=2, kv_heads=2, head_dim=8, value_dim=8,
+    dtype="float32", platform="tpu", device="TPU v6e", versions=(),
+)  # fmt: skip
 
 
 def test_every_candidate_computes_the_same() -> None:
@@ -23,6 +21,6 @@ def test_every_candidate_computes_the_same() -> None:
         return [np.asarray(x) for x in (out, *back(dout))]
 
     wanted = of(None)
-    for config in KERNEL.candidate_configs(problem(300))[1::4]:
+    for config in KERNEL.candidate_configs(PROBLEM)[1::4]:
         for got, want in zip(of(config), wanted, strict=True):
             np.testing.assert_allclose(got, want, atol=3e-5)

@@ -5,17 +5,6 @@ from typing import Final
 
 SLACK: Final = 1.05
 
-# One selection of the scores serves all kernels, where each kernel selected its own gradients: masked bodies are 2%
-# shorter over all kernels and chips. Longer are ringattn_backward_queries on v6e (by 103 bundles), backward_fused
-# on v5e (by 95) and backward_keys on 7x (by 48).
-BODIES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
-    "ringattn_forward": {"v5e": (3874, 4141), "v5p": (3996, 4220), "v6e": (2362, 2685), "7x": (2462, 2725)},
-    "ringattn_backward_fused": {"v5e": (8658, 9127), "v5p": (8621, 8876), "v6e": (5085, 5269), "7x": (4221, 4263)},
-    "ringattn_backward_queries": {"v5e": (5202, 5319), "v5p": (5260, 5253), "v6e": (2986, 3101), "7x": (3133, 3104)},
-    "ringattn_backward_keys": {"v5e": (7153, 7281), "v5p": (7141, 7041), "v6e": (4017, 4051), "7x": (3331, 3770)},
-}
-"""Bundles of a tile of 1024 x 1024 of each kernel on each chip: where all is visible, and where a mask is."""
-
 VMEM: Final[dict[str, dict[str, float]]] = {
     "ringattn_forward": {"v5e": 4.1, "v5p": 6.3, "v6e": 3.7, "7x": 10.8},
     "ringattn_backward_fused": {"v5e": 4.6, "v5p": 20.6, "v6e": 4.3, "7x": 20.2},

@@ -14,7 +14,6 @@ import ringattn_tpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_mesh
-from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Local
@@ -96,13 +95,6 @@ def everything(
     }
     sizes = {"kv_heads": 2 if broadcast else heads, "value_dim": value_dim, "dtype": dtype}
     return _both(_block(devices[0], (batch, length, heads, dim), rule, **sizes, **extra))
-
-
-def too_long(devices: Sequence[Any]) -> Program:
-    """A block in float32 whose tiles no vector memory holds."""
-    params = {"q_blocksize": 2048, "kv_blocksize": 2048, "extra": {"part": 2048}}
-    sizes = {"fwd_params": FwdParams(**params), "bwd_params": BwdParams(**params)}
-    return _both(_block(devices[0], (1, 2048, 1, 256), Rule(softmax_scale=1.0, **sizes), dtype="float32"))
 
 
 def _on(device: Any) -> Callable[..., jax.ShapeDtypeStruct]:

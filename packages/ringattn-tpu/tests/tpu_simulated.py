@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from random_blocks import random_ids
+from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Partial
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
 from ringattn_tpu.steps import steps
 from ringattn_xla.block import KERNEL as REFERENCE
-from tpu_blocks import dense_mask, make_block
+from tpu_blocks import make_block
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "nothing visible": {"causal": True, "offset": 512},

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_reports import launches
-from given_blocks import after_bias_sums, bias, forbidding, make_block, near, with_option
+from given_blocks import after_bias_sums, bias, make_block, near, with_option
 from ringattn_core.contract.protocol import Block
-from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.portable import bias_gradient
 from test_backward import backward, check, given_to
@@ -37,14 +36,6 @@ def test_it_is_right_in_strips_of_one_tile(shape: tuple[int, int, int], short_st
     block = with_option("segments", 40, 36, tiles=(16, 16), bias=bias(*shape, 36))
     assert launched(block, *given_to(block)).count("ringattn_bias_sums") == 3
     check(block, str(shape))
-
-
-@pytest.mark.parametrize("option", ["dropout", "bias that forbids", "all at once", "masks of heads"])
-def test_all_options_are_right_in_strips(option: str, short_strips: None) -> None:
-    block = with_option(option, 70, 50)
-    if block.bias is None:
-        block = dataclasses.replace(block, bias=jnp.asarray(bias(1, 4, 70, 50)))
-    check(block, option)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -100,15 +91,3 @@ def test_nothing_is_kept_for_a_bias_that_nobody_differentiates_by() -> None:
     assert with_it.keys() - without.keys() == {"dbias"}
     for name, x in without.items():
         np.testing.assert_array_equal(with_it[name], x, name)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 70), (2, 1, 70), (1, 4, 70)], ids=str)
-def test_a_bias_may_be_turned_for_the_keys(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    block = make_block(2, 70, 50, heads=4, causal=True, bias=forbidding(*shape, 50))
-    turned = []
-    for worth in (1, 99):
-        monkeypatch.setattr(kernel_inputs, "ENOUGH_HEADS", worth)
-        turned.append(kernel_inputs.of_block(block).with_transposed_bias().constants.bias_key)
-        jax.clear_caches()
-        check(block, f"{shape}, {worth}")
-    assert turned == [70, 1]

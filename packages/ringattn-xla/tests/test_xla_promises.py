@@ -13,7 +13,6 @@ from random_blocks import make_block
 from ringattn_core import ring_attention
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
-from ringattn_core.tuning import Problem
 from ringattn_xla.block import KERNEL
 from ringattn_xla.plugin import BACKEND
 
@@ -32,16 +31,6 @@ def _backward(block: Block, partial: Partial) -> Gradients:
 
 def _same(a: Any, b: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def test_a_block_that_nobody_sees_changes_no_bit_and_has_no_gradient() -> None:
-    seen = make_block(1, 16, 16, params=tiles(8), causal=True)
-    partial = KERNEL.forward(seen, None)
-    later = make_block(1, 16, 16, params=tiles(8), causal=True, offset=100)
-    _same(KERNEL.forward(later, partial), partial)
-    dq = jnp.asarray(np.random.default_rng(1).normal(size=later.q.shape), jnp.float32)
-    grads = KERNEL.backward(later, partial.out, partial.lse, partial.lse, dq)
-    _same((grads.dq, grads.dk, grads.dv), (dq, jnp.zeros_like(later.k), jnp.zeros_like(later.v)))
 
 
 SKIPPED: dict[str, Any] = {
@@ -90,14 +79,6 @@ def test_the_gradient_of_slopes_in_half_precision_is_as_exact_as_in_float32(scor
     np.testing.assert_allclose(got, want, atol=5e-5 * np.abs(want).max())
 
 
-def test_keys_and_values_may_be_a_pair() -> None:
-    block = make_block(1, 20, 20, params=tiles(8), causal=True)
-    pair = dataclasses.replace(block, kv=(block.k, block.v))
-    partial = KERNEL.forward(block, None)
-    _same(KERNEL.forward(pair, None), partial)
-    _same(_backward(pair, partial), _backward(block, partial))
-
-
 def _temporary(length: int, backward: bool) -> int:
     block = make_block(1, length, length, heads=2, dim=16, params=tiles(64), causal=True)
     partial = KERNEL.forward(block, None)
@@ -112,19 +93,6 @@ def test_memory_is_linear_in_the_length(backward: bool) -> None:
     short, long = _temporary(1024, backward), _temporary(4096, backward)
     linear = 2 * 4096 * 16 * 4
     assert long <= 4 * short and long < 4 * linear, (short, long, linear)
-
-
-def test_it_maps_over_blocks_whose_visible_tiles_differ() -> None:
-    blocks = [make_block(1, 20, 20, params=tiles(8), causal=True, draw_seed=n, offset=9 * n) for n in range(3)]
-    together = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
-
-    def both(block: Block) -> Any:
-        partial = KERNEL.forward(block, None)
-        return partial, _backward(block, partial)
-
-    got = jax.vmap(both)(together)
-    for n, block in enumerate(blocks):
-        jax.tree.map(lambda a, b, n=n: np.testing.assert_allclose(a[n], b, atol=1e-5), got, both(block))
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, "HIGHEST"), ("default", "DEFAULT")])
@@ -149,20 +117,3 @@ def test_a_gradient_outside_jit_compiles_in_time():
     mesh = Mesh(jax.devices()[:4], ("sp",))
     gradient = jax.grad(lambda query: ring_attention(query, key, key, mesh=mesh, axis_name="sp", backend="xla").sum())
     assert np.isfinite(gradient(query)).all()
-
-
-def test_every_candidate_computes_the_same() -> None:
-    x = jax.random.normal(jax.random.key(0), (1, 300, 2, 8))
-
-    def gradient(**options: Any) -> jax.Array:
-        return jax.grad(lambda x: jnp.sin(ring_attention(x, x, x, causal=True, backend="xla", **options)).sum())(x)
-
-    want = gradient()
-    given = Problem(
-        backend="xla", batch=1, q_length=300, kv_length=300, heads=2, kv_heads=2, head_dim=64, value_dim=64,
-        dtype="float32", platform="cpu", device="cpu", versions=(),
-    )  # fmt: skip
-    candidates = KERNEL.candidate_configs(given)
-    assert len(candidates) >= 4
-    for config in candidates[:: len(candidates) // 3]:
-        np.testing.assert_allclose(gradient(cfg=config), want, atol=5e-5)
