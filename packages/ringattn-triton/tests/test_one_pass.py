@@ -217,6 +217,26 @@ COMPILED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("option", "dim", "tokens", "heads"),
+    [
+        ("plain", 192, 8192, 2),
+        ("plain", 256, 8192, 2),
+        ("plain", 192, 4096, 4),
+        ("plain", 192, 16384, 1),
+        ("causal", 192, 8192, 4),
+        ("plain", 128, 8192, 16),
+    ],
+)
+def test_as_many_wide_heads_without_a_mask_run_side_by_side_as_the_cache_holds(
+    option: str, dim: int, tokens: int, heads: int
+) -> None:
+    small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=dim, dtype=HALF)
+    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
+    plan = plan_of(constants)
+    assert plan is not None and one_pass._heads_in_order(constants, plan) == heads
+
+
 @pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16)])
 def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, heads: int) -> None:
     """Their turns may be short, and short turns of few heads wait for each other. Of 32k keys, a head has 256 turns."""
