@@ -29,10 +29,17 @@ _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With the value 64, a batch of 8
 rows of 2k tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
-"""`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long."""
+"""`_TOGETHER_IN_ORDER` for head sizes above 128 under masks. With the value 8, the kernel takes 1.1 times as long."""
 _IN_CACHE: Final = 2**25
-"""How many bytes the queries, dout and dq (in float32) of the heads that run at once may have for turns to go upwards.
+"""How many bytes the queries, dout and dq (in float32) of the heads that run at once may have to stay in the cache.
+Turns go upwards where they do.
 The kernel then takes 0.93 to 0.99 of the time that it takes downwards, with twice as many bytes 1.03."""
+_ABREAST: Final = 4
+"""Turns of how many neighbouring key tiles begin together where that pays (`_abreast`). With 8 heads on 1 key head and
+64k tokens, the whole backward pass takes 0.91 of the time on an H100, and 0.96 with the value 2."""
+_APART: Final = 16
+"""The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
+turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
 _LONG: Final = 16
 """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
 1.5 steps after the one before."""
@@ -95,12 +102,16 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
     together. With segment ids turns may be short, and short turns of few heads wait for each other, while one long
-    document takes the same time with any number of heads: so as many run side by side as may.
+    document takes the same time with any number of heads: so as many run side by side as may. Turns of wide heads
+    that see all keys get out of step: as few run side by side as give every program a turn, or as the cache holds. With
+    2 heads of 192 instead of 4 (8k tokens), the whole backward pass takes 0.81 of the time on an H100.
     """
     most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
     if constants.segments and not plan.wide:
         return most
     turns = -(-constants.kv_length // plan.kv_tile)
+    if plan.wide and not (constants.above or constants.below or constants.segments or constants.masks):
+        most = min(most, max(-(-PROGRAMS // turns), _IN_CACHE // _bytes_of_head(constants)))
     return min(most, max(2 * PROGRAMS // turns, long * PROGRAMS // _steps_of_all(constants, plan), 1))
 
 
@@ -112,8 +123,27 @@ def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:
     where turns may be short.
     """
     heads = power_of_two(-(-PROGRAMS // -(-constants.kv_length // plan.kv_tile)))
-    bytes_of_queries = 8 * heads * constants.group * constants.q_length * constants.padded_head_dim
-    return 0 if plan.wide or constants.segments or bytes_of_queries > _IN_CACHE else heads
+    cached = heads * _bytes_of_head(constants) <= _IN_CACHE
+    return 0 if plan.wide or constants.segments or not cached else heads
+
+
+def _bytes_of_head(constants: BlockConstants) -> int:
+    """How many bytes the queries, dout and dq (in float32) of a key head have."""
+    return 8 * constants.group * constants.q_length * constants.padded_head_dim
+
+
+def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """Turns of how many neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
+
+    Under a causal mask, turns that begin together end one after another, and the next turns would begin as far apart.
+    With many heads in a group that is so far that each turn reads its query tiles from memory. The first of four turns
+    waits for three such distances, which is little where turns are long: from 128 key tiles on. Not measured, and so
+    left as they were: head sizes above 128, options that depend on the head, segment ids.
+    """
+    apart = constants.group * plan.kv_tile // plan.q_tile
+    long = constants.kv_length >= 128 * plan.kv_tile
+    unmeasured = plan.wide or constants.by_head or constants.segments
+    return _ABREAST if apart >= _APART and long and not unmeasured else 1
 
 
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
@@ -158,6 +188,8 @@ def backward(
     kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
     of_queries = tuple(kind for kind, needed in kinds if needed)
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered, upwards=upwards > 0, of_queries=of_queries)
+    if ordered and not upwards and bias is None:
+        plan = dataclasses.replace(plan, abreast=_abreast(constants, plan))
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.

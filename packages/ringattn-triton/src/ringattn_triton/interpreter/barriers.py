@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from .language import current
 
-_MANY_LOOKS: Final = 1000
-"""A partition that has found the same number at a place of memory so often does nothing else."""
+_MANY_LOOKS: Final = 10_000
+"""A partition that has found the same number at a place of memory so often does nothing else. It is more than the looks
+of any wait that ends by itself."""
 
 
 class Team:
