@@ -57,7 +57,7 @@ class DerivativeError(RingAttnError, NotImplementedError):
 
 
 class UnsupportedFeatureError(RingAttnError, NotImplementedError):
-    """A call needs a feature that its backend does not declare as supported."""
+    """A call needs a feature or a head size that its backend does not support."""
 
     def __init__(self, backend: str, feature: str, why: str, others: Sequence[str], installed: Sequence[str]):
         self.backend, self.feature, self.others = backend, feature, tuple(others)

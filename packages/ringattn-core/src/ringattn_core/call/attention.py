@@ -77,16 +77,16 @@ def ring_attention(
     device.
 
     Letters are axes: batch `B`, query tokens `T`, key tokens `S`, query heads `N`, key heads `K`, head sizes `H` and
-    `Hv`. The length of an axis `b`, `n` or `t` is full or 1. All masks that are given are ANDed. They compare global
-    positions.
+    `Hv`. The length of an axis `b`, `n` or `t` is full or 1. All masks that are given are ANDed. Causality,
+    window and chunk compare global positions.
 
     Args:
         query: `[B, T, N, H]`, in float32, float16 or bfloat16.
         key: `[B, S, K, H]`. `K` divides `N`, and query head `n` reads key head `n // (N // K)`.
         value: `[B, S, K, Hv]`.
         softmax_aux: Attention sinks: logits that enter the denominator of the softmax and have no value. `[N]` for one
-            sink a head, `[n]` for `n` sinks that all heads share, or `[N, n]`. In your own `jax.shard_map` that splits
-            the heads, split the first axis of `[N, n]` alike, and leave a single axis whole: `N` counts all heads.
+            sink a head, `[n]` for `n` sinks that all heads share, or `[N, n]`. If your own `jax.shard_map` splits the
+            heads, split the first axis of `[N, n]` too, but not `[N]` or `[n]`: there `N` counts all heads.
         bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order. An
             entry below -1e5 forbids its pair, as -inf does.
         causal: A query sees no key after it.
@@ -97,12 +97,13 @@ def ring_attention(
         kv_segment_ids: `[B, S]` integers. If only one of the two is given, it serves both.
         q_positions: `[T]` or `[B, T]` integers, which masks and ALiBi compare. By default, the index in the
             sequence.
-        kv_positions: `[S]` or `[B, S]`. If only one of the two is given, it serves both.
-        query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`.
+        kv_positions: `[S]` or `[B, S]`. If only one of the two is given, without `query_offset`, it serves both.
+        query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`. Not
+            with `q_positions`.
         mask_info: A `MaskInfo`: segment ids, positions and a dense mask as one pytree.
         attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
-            lengths. See `ringattn_core.masks`.
+            lengths; `num_reps` is `N // K`. See `ringattn_core.masks`.
         softmax_scale: The factor of the scores, by default `H ** -0.5`.
         logits_soft_cap: Scores become `cap * tanh(score / cap)`. A cap is at most 1e30.
         alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
@@ -116,7 +117,7 @@ def ring_attention(
             fsdp, data or replica are the default.
         head_axis_name: The mesh axis, or axes, that split the heads; `()` means none. With `mesh`, axes named tp, model
             or tensor are the default. In your own `jax.shard_map` with `check_vma=False`, split key heads as you split
-            query heads: JAX does not tell whether a rank holds all key heads, and if their number divides that of its
+            query heads: JAX does not tell whether a rank holds all key heads. If their number divides that of its
             query heads, they count as its own.
         mesh: The mesh over which the call splits its global arrays.
         in_specs: Three equal `PartitionSpec`s, of query, key and value, instead of `batch_axis_name` and
@@ -127,10 +128,10 @@ def ring_attention(
         balance: "zigzag" computes in zigzag order although arrays are in contiguous order, so that a causal ring has
             equal work on every rank. Ranks exchange half of each shard before attention, and of its output after.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (the ring if masks by position or `max_distance` leave out keys; else "ulysses" if the ranks of the
-            last axis divide the key heads and there is no `expand`; else the ring).
+            "auto" ("ulysses" if masks by position and `max_distance` leave out no keys, the ranks of the last axis
+            divide the key heads, and there is no `expand`; else the ring).
         max_distance: Your promise that no query sees a key farther away in the sequence than this; one number, or
-            `(left, right)` as in `sliding_window`. It compares indices, to which `query_offset` adds nothing. The ring
+            `(left, right)` as in `sliding_window`. It compares indices in the sequence, not positions. The ring
             then leaves out hops and rows of keys beyond it, also with segment ids and with positions of your own. It is
             no mask, and only `RINGATTN_CHECK=1` checks it at run time: a query that does see a farther key may silently
             lose it.
@@ -146,9 +147,9 @@ def ring_attention(
             arrival, in the backward pass too. With strategy "ulysses", ranks expand before they exchange heads.
         expand_params: A pytree of arrays that `expand` reads, differentiated like `x`. In your own `jax.shard_map`,
             split it over the heads as you split the queries.
-        check_positions: `[T]` or `[B, T]`, the index in the sequence of each query, in the order in which the arrays
-            are. With `RINGATTN_CHECK=1` the call raises unless the layout and the ring say the same; a negative index
-            is not compared. Otherwise it is ignored, and costs nothing.
+        check_positions: `[T]` or `[B, T]`, the index in the sequence of each query, in the order of the arrays. With
+            `RINGATTN_CHECK=1` the call raises unless the layout and the ring give the same; a negative index is not
+            compared. Otherwise it is ignored, and costs nothing.
         backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
         cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
 

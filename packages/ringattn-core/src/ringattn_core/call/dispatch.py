@@ -44,7 +44,7 @@ def answer(registration: Registration, call: Call) -> Any:
 
 
 def _without_gradient(registration: Registration, result: Any) -> Any:
-    """Returns `result` unchanged; differentiating it raises, which happens only if a loss depends on the result."""
+    """Returns `result` unchanged. Its backward pass raises; that runs only if a loss depends on `result`."""
 
     def refused() -> Exception:
         return refusal(registration, frozenset({Feature.GRADIENTS}))

@@ -23,13 +23,13 @@ def within_tracked(
 ) -> Callable[[Arrays], Any]:
     """Wraps `of_rank` in a `shard_map` over the axes of `mesh` that no surrounding `shard_map` has made manual.
 
-    JAX cannot differentiate such a nested `shard_map` (benchmarks/upstream/nested_shard_map.py): it splits the
-    residuals over the axes of the outer `shard_map` too. So the forward pass and the backward pass are two
-    `shard_map`s, and a `custom_vjp` hands the residuals from one to the other. The residuals vary over all axes that
-    split the output, so the inputs are made to vary over these axes from the start.
+    JAX cannot differentiate a `shard_map` inside another (benchmarks/upstream/nested_shard_map.py): it splits the
+    residuals over the outer axes a second time. So the forward pass and the backward pass are two `shard_map`s, and a
+    `custom_vjp` hands the residuals from one to the other. The residuals vary over all axes that split the output, so
+    the inputs are made to vary over these axes from the start.
 
-    For the same reason JAX fails if it splits the forward pass in two, for `jax.checkpoint` or to hoist constants out
-    of a `lax.scan`. So the forward pass is one operation, which JAX cannot split (`_undivided`).
+    If `jax.checkpoint`, or hoisting constants out of a `lax.scan`, split the forward pass in two, JAX would fail for
+    the same reason. So the forward pass is one operation, which JAX cannot split (`_undivided`).
     """
     over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(mesh.axis_names) - axes.manual())

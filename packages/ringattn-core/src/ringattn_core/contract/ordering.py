@@ -22,9 +22,9 @@ def tie(x: Any, done: Any) -> Any:
 
 
 def tie_on_cpu(x: Any, done: Any) -> Any:
-    """`tie` on CPU, where sends block, so that overlap would only take memory; elsewhere returns `x` unchanged.
+    """`tie` on CPU; elsewhere returns `x`. On CPU a send blocks, so overlap would take memory and hide nothing.
 
-    If `x` is a number, such as an index, arrays that are computed from it are not allocated before `done` either.
+    If `x` is an index, arrays that are computed from it are allocated only after `done`.
     """
     return _after_all(_ordered_on_cpu, x, done)
 
@@ -51,10 +51,10 @@ def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
-    """`x | 0`, where the zero depends on `token` as far as a compiler can see.
+    """Returns `x` after `token`: `x | 0`, with a zero that the compiler takes for a function of `token`.
 
-    XLA on CPU drops optimization barriers (benchmarks/upstream/cpu_drops_barriers.py). Where XLA compiles the reader of
-    the result, it fuses the `|` into the reader, and nothing is copied; where another kernel reads it, `x` is copied.
+    XLA on CPU drops optimization barriers (benchmarks/upstream/cpu_drops_barriers.py). It fuses the `|` into the
+    operation that reads the result, without a copy; where another kernel reads it, `x` is copied.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)

@@ -185,8 +185,8 @@ class Partial:
 class Gradients:
     """The gradients that a kernel returns for a block: float32, or the dtypes of the inputs if `block.final`.
 
-    `dq` is the sum over this block and the blocks before. `dk`, `dv`, `dbias` and `dslopes` are of this block alone.
-    `dbias` and `dslopes` have the shapes of `block.bias` and `block.slopes`: summed over axes of length 1 there.
+    `dq` is the `dq` that the kernel was given plus that of this block; the others are of this block alone. `dbias` and
+    `dslopes` have the shapes of `block.bias` and `block.slopes`: summed over axes of length 1 there.
     """
 
     dq: Float[Array, "B T N H"]

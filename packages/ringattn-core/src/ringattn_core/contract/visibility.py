@@ -31,7 +31,7 @@ def bounds(rule: Rule, positions: Any) -> tuple[Any, Any]:
 
 
 def visible(block: Block) -> Bool[Array, "b n t s"] | None:
-    """Whether each query of `block` sees each key, broadcastable to `[B, N, T, S]`; `None` if all do."""
+    """Whether a query of `block` sees a key, bias aside; broadcastable to `[B, N, T, S]`. `None` without masks."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index).rows()
     kv = Coordinates(block.kv_positions, block.kv_index).columns()

@@ -154,7 +154,7 @@ def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[An
 
 
 def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-    """`tiles_of`, computed from the value of every (query, key) pair, one row of tiles at a time."""
+    """`(some, full)`, as `tiles_of` returns them, from every (query, key) pair, one row of tiles at a time."""
     groups = np.broadcast_shapes(*(x.shape[:1] for x in (*q, *kv)))
     pairs = *groups, kv.index.shape[1], q.index.shape[2], kv.index.shape[2]
     columns = Coordinates(*(x[:, :, None, :] for x in kv))

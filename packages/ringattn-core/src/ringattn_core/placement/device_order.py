@@ -37,9 +37,10 @@ def rings(devices: Sequence[Any], ranks: int) -> list[list[Any]]:
 def round_trip(box: Cell) -> list[Cell]:
     """A closed path that visits every cell of a box of chips once; the last axis of the box is the cores of a chip.
 
-    If `closes(box)`, every hop is one step; otherwise some hops are two steps. If the chips alone have a closed path of
-    single steps, the cores of a chip follow one another, so that no link carries two hops. If only chips and cores
-    together have one, it goes out over one core of each chip and back over the other.
+    A step goes to another core of the chip, or to any core of the next chip. If `closes(box)`, every hop is one step;
+    otherwise some hops are two steps. If the chips alone have a closed path, the cores of a chip follow one another, so
+    that links carry fewer hops. If only chips and cores together have one, the path goes out over one core of each chip
+    and back over the other.
     """
     *chips, cores = box
     if _closes(chips):
@@ -55,7 +56,7 @@ def closes(box: Cell) -> bool:
 def _closes(sizes: Sequence[int]) -> bool:
     """Whether a closed path of single steps visits each cell once.
 
-    True for one or two cells, and for an even number of cells that do not form a line.
+    True for one or two cells, and for an even number of cells on two axes or more.
     """
     cells = math.prod(sizes)
     return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)

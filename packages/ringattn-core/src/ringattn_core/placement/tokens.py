@@ -194,7 +194,7 @@ class _Ring:
 
     @classmethod
     def of(cls, argument: str, x: jax.Array, axis_name: AxisName, mesh: Any, layout: str) -> "_Ring":
-        """Raises unless `x`, the array `[B, T, ...]` of an `argument`, can be split over the ring."""
+        """Returns the ring. Raises unless it can split `x`, `[B, T, ...]`, which was passed as `argument`."""
         ring, layout = axes.names(axis_name), canonical(layout)
         mesh = of_arrays(mesh, ring, (x,)) if ring and not axes.bound(ring) else None
         if mesh is not None:

@@ -23,7 +23,7 @@ from .sends import KV, packed, sent, total
 
 
 class Sums(NamedTuple):
-    """Gradients summed over the hops so far, `None` before the first: kernels add to `dq`, core to the others."""
+    """Gradients summed over the hops so far; `None` before the first. Kernels add to `dq`, core to the others."""
 
     dq: jax.Array | None = None
     dbias: jax.Array | None = None

@@ -94,11 +94,11 @@ first_derivative_only = without_derivative(
 
 
 def _forward_rule(*inputs: Any) -> tuple[Partial, Any]:
-    """The forward rule. JAX passes each input together with whether it is differentiated.
+    """The result and the residuals. An input has a `value`, and `perturbed`: whether it is differentiated.
 
-    The backward pass must know whether the bias is differentiated. The length of the first residual tells: 1 for a bias
-    that is not differentiated, else 0. A static value could not tell, because JAX keeps one tree structure of residuals
-    for each function that it has traced, whichever inputs are differentiated.
+    The length of the first residual tells the backward pass whether the bias is fixed: 1 if it is not differentiated,
+    else 0. A static value could not tell: JAX keeps one tree structure of residuals for each function that it has
+    traced, whichever inputs are differentiated.
     """
     ring, call = jax.tree.map(lambda x: x.value, inputs)
     bias_fixed = call.bias is not None and not inputs[1].bias.perturbed

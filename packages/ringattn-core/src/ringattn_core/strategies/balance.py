@@ -21,7 +21,7 @@ from .ulysses import axis_of
 
 
 def folded(call: Call) -> Call:
-    """The call with every array of tokens in folded order. With strategy "all_gather", arrays of keys stay."""
+    """The call in folded order (see the module): ranks swap half shards. With "all_gather", not those of keys."""
     axis, wanted = call.axis_name or (), ("T", "t") if call.strategy == "all_gather" else ("T", "t", "S")
     tokens = {name: axis_of(call, name, x, wanted) for name, x in call.arrays.items()}
     moved: dict[str, Any] = {

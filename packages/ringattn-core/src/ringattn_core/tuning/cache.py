@@ -24,7 +24,7 @@ _report: Final = functools.cache(_logger.warning)
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The content of one file: the problem, the chosen configuration, and the time of every candidate."""
+    """The cache file at `path`: the problem, the chosen configuration, and the time or failure of each trial."""
 
     problem: Mapping[str, Any]
     config: RingAttentionConfig
