@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from interleaved import ON_A_DEVICE, measured_rounds, ours, temporary_bytes, with_gradients
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ringattn_core import from_layout, ring_mesh, to_layout
-from rivals import LAYOUT, OURS, RIVALS, UNABLE, Rival
-from workloads import SMALL, SUITES, Workload
+from rivals import LAYOUT, OURS, RIVALS, Rival
+from workloads import SUITES, Workload
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """The largest relative error of a candidate. With a larger one it computes something else, and is not timed."""
@@ -52,7 +52,6 @@ class Task:
     """One workload of a suite, and what an earlier process of it has done already."""
 
     suite: str
-    smoke: bool
     name: str
     rounds: int
     parts: tuple[str, ...]
@@ -62,11 +61,11 @@ class Task:
 
     @property
     def workload(self) -> Workload:
-        return (SMALL if self.smoke else SUITES[self.suite])[self.name]
+        return SUITES[self.suite][self.name]
 
     @property
     def rivals(self) -> dict[str, Rival]:
-        return RIVALS[self.suite] | (UNABLE if self.smoke else {})
+        return RIVALS[self.suite]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ def work(task: Task, send: Callable[[Any], None]) -> None:
         found = f"no device: {error}"
     if found != needed:
         raise SystemExit(f"the suite {task.suite} needs JAX on a {needed}, and this process has {found}")
-    send(machine(floors.rates(64 if task.smoke else 2048)))
+    send(machine(floors.rates(2048)))
     for part in task.parts:
         send(_measured(task, part, send))
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -273,14 +272,6 @@ def _why_no_tokamax_ring(workload: Workload) -> str | None:
     return None
 
 
-def _aborts(workload: Workload, mesh: Mesh | None) -> Attention:
-    os.abort()
-
-
-def _raises(workload: Workload, mesh: Mesh | None) -> Attention:
-    raise ValueError("this rival always raises")
-
-
 _OURS: Final = Rival(functools.partial(_ours, False), rings=True)
 _GATHER: Final = Rival(_gathered, _why_not_gathered, alone=False, rings=True)
 _JAX_NN: Final = Rival(functools.partial(_jax_nn, None), _no_sinks)
@@ -305,9 +296,3 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
     },
 }
 """Of each suite. Ours comes first: what the others compute is compared with its results."""
-UNABLE: Final = {
-    "aborts": Rival(_aborts),
-    "raises": Rival(_raises),
-    "absent": Rival(_raises, module="no_such_module"),
-}
-"""Rivals that never work. The smoke run has them, to prove that the others are measured all the same."""

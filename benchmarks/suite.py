@@ -23,7 +23,7 @@ import floors
 import suite_report
 from measuring import Row, Task, work
 from rivals import OURS
-from workloads import SMALL, SUITES
+from workloads import SUITES
 
 PATIENCE: Final = 600
 """Seconds in which a candidate must compile and run once."""
@@ -55,16 +55,16 @@ class Progress:
         self._show(", done", "\n")
 
 
-def measure(suite: str, names: Sequence[str], smoke: bool, rounds: int) -> dict[str, Any]:
+def measure(suite: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
     """A run: the machine, and a row for every candidate. Each workload runs in a process, because rivals may crash."""
     progress = Progress(len(names))
     machine: dict[str, Any] = {}
     rows: list[Row] = []
     rates: floors.Rates | None = None
-    workloads = SMALL if smoke else SUITES[suite]
+    workloads = SUITES[suite]
     for name in names:
         progress.workload(name)
-        task = Task(suite, smoke, name, rounds, workloads[name].parts)
+        task = Task(suite, name, rounds, workloads[name].parts)
         while task.parts:
             found, task = _one_process(task, progress.candidate)
             rows += found["rows"]
@@ -78,7 +78,7 @@ def measure(suite: str, names: Sequence[str], smoke: bool, rounds: int) -> dict[
             of_one = floors.shared(rates, row.ring) if suite == "cpu" else rates
             floor = floors.seconds(workloads[row.workload], row.part, row.ring, of_one)
             rows[place] = dataclasses.replace(row, floor=floor)
-    return {"suite": suite, "smoke": smoke, "rounds": rounds, "machine": machine, "rows": rows}
+    return {"suite": suite, "rounds": rounds, "machine": machine, "rows": rows}
 
 
 def _one_process(task: Task, started: Callable[[str, str, int], None]) -> tuple[dict[str, Any], Task]:
@@ -211,7 +211,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", choices=list(SUITES))
     parser.add_argument("--only", nargs="*", help="the workloads to measure; all if none is named")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, and rivals that fail: the times mean nothing")
     parser.add_argument("--json", type=Path, help="where the run is written; build/bench-SUITE.json by default")
     parser.add_argument("--plots", type=Path, help="a folder for the plots")
     asked = parser.parse_args(given)
@@ -222,11 +221,11 @@ def main(given: Sequence[str] | None = None) -> int:
     else:
         if asked.suite is None:
             parser.error("name a suite, such as --suite cpu")
-        workloads = list(SMALL if asked.smoke else SUITES[asked.suite])
+        workloads = list(SUITES[asked.suite])
         unknown = [name for name in asked.only or () if name not in workloads]
         if unknown:
             parser.error(f"no workload {unknown[0]!r} in this suite; there are {', '.join(map(repr, workloads))}")
-        run = measure(asked.suite, asked.only or workloads, asked.smoke, asked.rounds)
+        run = measure(asked.suite, asked.only or workloads, asked.rounds)
         path = asked.json or Path("build") / f"bench-{asked.suite}.json"
         write(run, path)
         print(f"the run is in {path}", file=sys.stderr)

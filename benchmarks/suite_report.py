@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from measuring import Row
 from rivals import OURS, RIVALS
-from workloads import LENGTHS, SMALL, SUITES, Workload
+from workloads import LENGTHS, SUITES, Workload
 
 MIB: Final = 2**20
 HEADER: Final = (
@@ -28,7 +28,7 @@ STYLES: Final = tuple(
 def whole(run: dict[str, Any]) -> str:
     """The machine, and a table for each workload. Those that differ in length only are in the plots."""
     names = dict.fromkeys(row.workload for row in run["rows"] if not row.workload.startswith(f"{LENGTHS} "))
-    workloads = SMALL if run["smoke"] else SUITES[run["suite"]]
+    workloads = SUITES[run["suite"]]
     parts = [about(run)]
     for name in names:
         rows = [row for row in run["rows"] if row.workload == name]

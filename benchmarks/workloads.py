@@ -183,11 +183,6 @@ ON_A_CPU: Final = {
     "ring of 4096 tokens": Workload(Shape(1, 4096, 4, 1, 128, "float32"), rings=RINGS),
     "ring in bfloat16": Workload(Shape(1, 1024, 4, 1, 128), rings=RINGS, parts=("forward+backward",)),
 }
-SMALL: Final = {
-    "ring of 64 tokens": Workload(Shape(1, 64, 4, 2, 16), rings=(1, 2), parts=("forward+backward",)),
-    "decode": Workload(Shape(2, 64, 4, 2, 16), parts=("decode",)),
-}
-"""For the smoke run, which proves that a suite works and measures nothing."""
 SUITES: Final = {
     "cpu": ON_A_CPU,
     "gpu": ON_A_GPU | CASES,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the code of the documents runs, and does what the code beside it does."""
+"""Whether the code of the documents runs."""
 
 import os
 import re

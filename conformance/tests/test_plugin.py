@@ -43,7 +43,7 @@ from ringattn_conformance import ranks
 def test_where_a_call_runs(ringattn_backend, number):
     (device,) = jnp.zeros(1).devices()
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    seen = [one.id for one in ranks.own_first()]
+    seen = [one.id for one in ranks.rotated_devices()]
     Path(worker).write_text(f"{device.id} {seen} {os.environ['XLA_PYTHON_CLIENT_PREALLOCATE']}")
 """
 UNRELATED = """
@@ -111,6 +111,7 @@ def test_a_backend_that_is_not_available_stops_the_run(tmp_path: Path):
     [
         ({}, None),
         ({"name": "owm"}, "did you mean 'own'"),
+        ({"platforms": ("cpu", "CUDA")}, "its descriptor names the platform 'CUDA'"),
         ({"features": {Feature.CAUSAL}}, "its descriptor declares no dtype. Declare at least one of FLOAT32"),
     ],
 )

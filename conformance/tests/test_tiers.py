@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers: each inside the next, and the smallest one catches what the suite is there to catch."""
+"""The tiers: the smallest one catches what the suite is there to catch."""
 
 import re
 from functools import cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of the suite, by names that are the same in every installation: which a run has, and which may fail."""
+"""Names the suite's tests, records which of them a run has, and reads which may fail."""
 
 import dataclasses
 import tomllib
@@ -52,7 +52,7 @@ class Collection:
     wanted: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def add(self, node: pytest.Item | pytest.Collector, tier: str) -> bool:
-        """Records a test if it is of the suite, and returns whether the tier holds it, as it holds all other nodes."""
+        """Records a test of the suite. Returns whether the run keeps the node: not if it is a test beyond the tier."""
         if not isinstance(node, pytest.Item) or (name := name_of(node)) is None:
             return True
         held = tiers.contains(tier, tiers.tier_of(node, name.parameters))
@@ -88,7 +88,7 @@ def expected_failures(given: Path | None, folder: Path) -> Callable[[str], dict[
     try:
         content = tomllib.loads(path.read_text()) if given or path.is_file() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise pytest.UsageError(f"{path} cannot be read: {error}. Name a pyproject.toml") from error
+        raise pytest.UsageError(f"{path} cannot be read: {error}. Correct it, or name another file") from error
     table = content.get("tool", {}).get("ringattn-conformance", {})
     reasons: Any = table.get(KEY, {})
     if {*table} - {KEY} or not isinstance(reasons, dict) or not all(map(_is_reason, reasons.values())):

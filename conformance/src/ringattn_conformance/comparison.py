@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest error that a result may have, and what is wrong with one in words: by how much, and where."""
+"""The largest error that a result may have, and the message about one that exceeds it: by how much, and where."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final

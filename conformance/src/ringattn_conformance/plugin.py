@@ -23,6 +23,7 @@ SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
+PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,7 +124,8 @@ def backends(config: pytest.Config) -> list[str]:
 
 
 def unusable(name: str) -> str | None:
-    """Why a backend cannot be certified here (not available, or no dtype declared); `None` if it can."""
+    """Why a backend cannot be certified here (not available, or a wrong descriptor); `None` if it can."""
+    import jax
     from ringattn_core.backends import discovery
     from ringattn_core.errors import RingAttnError
 
@@ -136,6 +138,8 @@ def unusable(name: str) -> str | None:
         descriptor = found.descriptor()
     except RingAttnError as error:
         return str(error)
+    if unknown := {*descriptor.platforms} - PLATFORMS - {jax.devices()[0].platform}:
+        return f"its descriptor names the platform {min(unknown)!r}. JAX has {', '.join(sorted(PLATFORMS))}"
     if not any(feature.name.lower() in DTYPES for feature in descriptor.features):
         return f"its descriptor declares no dtype. Declare at least one of {', '.join(DTYPES).upper()}"
     return None

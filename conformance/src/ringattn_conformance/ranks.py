@@ -36,8 +36,8 @@ Local = Callable[[Arrays, Arrays], Arrays]
 """Runs one rank's call, from its differentiable and its other inputs to its results: `out`, `lse`, `max_logits`."""
 
 
-def own_first() -> list[jax.Device]:
-    """All devices of JAX, beginning with another one in each worker.
+def rotated_devices() -> list[jax.Device]:
+    """All devices of JAX, rotated so that worker `i` begins with device `i`.
 
     So a worker's rings can use every device, and calls on one device are spread over all devices.
     """
@@ -80,7 +80,7 @@ class Placement:
 
     @property
     def mesh(self) -> Mesh:
-        taken = np.array(own_first()[: self.devices])
+        taken = np.array(rotated_devices()[: self.devices])
         return Mesh(taken.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":

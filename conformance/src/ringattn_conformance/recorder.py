@@ -150,7 +150,7 @@ class Recorder:
 
 
 def outcome_of(report: pytest.TestReport) -> str:
-    """The outcome of a test report, by which results list the test."""
+    """The outcome of a test report, as `results.of_backend` names it."""
     if report.skipped:
         return "expected_failure" if hasattr(report, "wasxfail") else "skipped"
     if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):

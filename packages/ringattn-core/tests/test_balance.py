@@ -42,7 +42,7 @@ def test_a_causal_ring_computes_what_it_computes_in_contiguous_order(ranks: int,
     attend, operands = functools.partial(ring_attention, causal=True), [x[:, :length] for x in OPERANDS]
     mesh = mesh_of(kind, sp=ranks)
     balanced = functools.partial(attend, balance="zigzag", mesh=mesh, axis_name="sp")
-    # A length that the ring divides is split before the call, also one that is padded.
+    # If the ring divides the length, the arrays are already sharded, also those that the call pads.
     placed = operands if length % ranks else jax.device_put(operands, NamedSharding(mesh, P(None, "sp")))
     close(graded(balanced, *placed), graded(attend, *operands), 5e-5)
 
@@ -56,7 +56,7 @@ def test_a_causal_ring_computes_what_it_computes_in_contiguous_order(ranks: int,
     ],
 )
 def test_all_arrays_of_tokens_follow_with_every_strategy(strategy: str, kind: AxisType, axis: tuple[str, ...]) -> None:
-    """And over two axes: ulysses goes over the inner one, and the ring over the outer."""
+    """Over two axes too: ulysses goes over the inner one, and the ring over the outer."""
 
     def attend(floats: Any, *operands: Any, **over: Any) -> Any:
         return ring_attention(*operands, causal=True, **EVERY, **floats, **over)

@@ -34,7 +34,7 @@ PLACES: list[tuple[AxisType, dict[str, int], str | tuple[str, ...], dict[str, An
 @pytest.mark.parametrize(("kind", "axes", "axis", "options"), PLACES)
 def test_it_is_the_oracle_s_and_has_no_gradient(kind: AxisType, axes: Any, axis: Any, options: Any) -> None:
     """The loss weighs `max_logits`, and its gradients are those of the output alone."""
-    options |= {"causal": True, "logits_soft_cap": 3.0, "mesh": mesh_of(kind, **axes), "axis_name": axis}
+    options = options | {"causal": True, "logits_soft_cap": 3.0, "mesh": mesh_of(kind, **axes), "axis_name": axis}
     attend = functools.partial(ring_attention, softmax_aux=SINKS, **options)
     (out, found), gradients = graded(functools.partial(attend, return_max_logits=True), QUERY, KEY, VALUE)
     close((out, gradients), graded(attend, QUERY, KEY, VALUE), 1e-6)

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
 from ringattn_xla.block import XlaKernel
-from rings import mesh_of, query_key_value
+from rings import close, graded, mesh_of, query_key_value
 
 LENGTH, BAD = 12, 5
 
@@ -37,6 +38,14 @@ def test_a_ring_function_gets_no_cotangent_of_padding():
         (out, lse), pull = jax.vjp(call, *arrays())
         gradients = pull((jnp.ones_like(out).at[0, BAD].set(jnp.nan), jnp.ones_like(lse).at[..., BAD].set(jnp.nan)))
         assert all((gradient[0, BAD] == 0).all() and jnp.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_lengths_that_the_ring_does_not_divide_are_right_with_every_strategy(strategy: str) -> None:
+    operands = query_key_value(1, 13, 4, 4)
+    ring: dict[str, Any] = {"mesh": mesh_of(AxisType.Explicit, sp=4), "axis_name": "sp", "strategy": strategy}
+    got = graded(functools.partial(ring_attention, causal=True, **ring), *operands)
+    close(got, graded(functools.partial(ring_attention, causal=True), *operands))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

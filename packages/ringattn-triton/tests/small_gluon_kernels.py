@@ -178,8 +178,16 @@ def _write_numbers(place, OUT, COUNT: gl.constexpr, FAULT: gl.constexpr):
 
 
 @gluon.jit
-def in_turn(TURNS, BEFORE, COUNT):
-    """Each program waits until as many programs as its entry of `TURNS` have added 1 to `COUNT`, and adds 1."""
+def in_turn(TURNS, BEFORE, COUNT, PARTITIONS: gl.constexpr):
+    """Each partition waits until `COUNT` has reached its program's entry of `TURNS`, and adds 1 to it."""
+    if PARTITIONS == 1:
+        _wait_and_add(TURNS, COUNT)
+    else:
+        gl.warp_specialize([(_wait_and_add, (TURNS, COUNT)), (_wait_and_add, (TURNS, COUNT))], [4], [24])
+
+
+@gluon.jit
+def _wait_and_add(TURNS, COUNT):
     turn = gl.load(TURNS + gl.program_id(0))
     count = turn * 0
     while count < turn:

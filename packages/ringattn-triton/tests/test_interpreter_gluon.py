@@ -147,14 +147,16 @@ def test_a_hardware_barrier_that_is_used_wrongly_is_an_error(fault, message):
         passed_on(fault)
 
 
-def test_a_program_that_waits_for_a_later_program_is_an_error():
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_program_that_waits_for_a_later_program_is_an_error(partitions):
     def in_turn(*turns):
         operands, outputs = [np.array(turns, np.int32), np.zeros(1, np.int32)], [((1,), np.int32)]
-        return interpret(kernels.in_turn, operands, outputs, grid=(len(turns),), aliases={1: 0})[0]
+        options = dict(grid=(len(turns),), aliases={1: 0}, PARTITIONS=partitions)
+        return interpret(kernels.in_turn, operands, outputs, **options)[0]
 
-    assert in_turn(0, 1, 1) == 3
-    with pytest.raises(RuntimeError, match=r"program .1, 0, 0. waits for ever: its partitions all wait for each other"):
-        in_turn(0, 2, 1)
+    assert in_turn(0, partitions, partitions) == 3 * partitions
+    with pytest.raises(RuntimeError, match=r"program .1, 0, 0. waits for ever: no program before it has written"):
+        in_turn(0, 2 * partitions, partitions)
 
 
 def test_an_error_of_one_launch_leaves_nothing_to_the_next():

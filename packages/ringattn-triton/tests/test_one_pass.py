@@ -279,6 +279,8 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
         ("causal", 64, 16384, 8, 1),
         ("causal", 128, 8192, 8, 1),  # turns are short
         ("causal", 192, 16384, 16, 1),
+        ("plain", 128, 16384, 16, 1),
+        ("window", 128, 16384, 16, 1),
         ("causal segments", 128, 16384, 16, 1),
         ("slopes", 128, 16384, 16, 1),
     ],

@@ -35,7 +35,7 @@ def tolerances_of_the_backend(ringattn_backend: str, monkeypatch: pytest.MonkeyP
 @pytest.fixture(autouse=True)
 def device_of_the_worker() -> Iterator[None]:
     """Makes the worker's own device JAX's default, so that calls on one device are spread over all devices."""
-    first = ranks.own_first()[0]
+    first = ranks.rotated_devices()[0]
     if first == jax.devices()[0]:
         yield
     else:

@@ -70,7 +70,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 
 def run(registration: Registration, call: Call) -> Any:
-    """A rank's output, or a tuple if `call.results` has more. `call.strategy` must be one that `strategy_of` returns."""
+    """A rank's output, or a tuple if `call.results` has more. `call.strategy` is one that `strategy_of` returns."""
     exchanged = with_parameters(registration, exchange(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     by_heads = call.strategy == "ulysses"

@@ -29,14 +29,13 @@ _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With the value 64, a batch of 8
 rows of 2k tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
-"""`_TOGETHER_IN_ORDER` for head sizes above 128 under masks. With the value 8, the kernel takes 1.1 times as long."""
+"""`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long under a mask."""
 _IN_CACHE: Final = 2**25
-"""How many bytes the queries, dout and dq (in float32) of the heads that run at once may have to stay in the cache.
-Turns go upwards where they do.
-The kernel then takes 0.93 to 0.99 of the time that it takes downwards, with twice as many bytes 1.03."""
+"""The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Turns that
+go upwards then take 0.93 to 0.98 of the time that they take downwards, with twice as many bytes 1.03."""
 _ABREAST: Final = 4
-"""Turns of how many neighbouring key tiles begin together where that pays (`_abreast`). With 8 heads on 1 key head and
-64k tokens, the whole backward pass takes 0.91 of the time on an H100, and 0.96 with the value 2."""
+"""How many neighbouring key tiles begin together where `_abreast` allows it. With 8 heads on 1 key head and 64k tokens,
+the whole backward pass takes 0.91 of the time on an H100, and 0.96 with the value 2."""
 _APART: Final = 16
 """The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
 turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
@@ -103,8 +102,8 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
     together. With segment ids turns may be short, and short turns of few heads wait for each other, while one long
     document takes the same time with any number of heads: so as many run side by side as may. Turns of wide heads
-    that see all keys get out of step: as few run side by side as give every program a turn, or as the cache holds. With
-    2 heads of 192 instead of 4 (8k tokens), the whole backward pass takes 0.81 of the time on an H100.
+    that see all keys get out of step, so no more heads run side by side than the cache holds, but enough for every
+    program to have a turn. With 2 heads of 192, not 4 (8k tokens), the backward pass takes 0.81 of the time (H100).
     """
     most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
     if constants.segments and not plan.wide:
@@ -133,17 +132,17 @@ def _bytes_of_head(constants: BlockConstants) -> int:
 
 
 def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """Turns of how many neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
+    """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
-    Under a causal mask, turns that begin together end one after another, and the next turns would begin as far apart.
-    With many heads in a group that is so far that each turn reads its query tiles from memory. The first of four turns
-    waits for three such distances, which is little where turns are long: from 128 key tiles on. Not measured, and so
-    left as they were: head sizes above 128, options that depend on the head, segment ids.
+    Under a causal mask, turns that begin together end one after another, and the turns after them would begin as far
+    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. The first of four
+    turns waits for three such distances, which is little where turns are long: from 128 key tiles on. Not measured, and
+    so left as they were: other masks, head sizes above 128, options that depend on the head.
     """
     apart = constants.group * plan.kv_tile // plan.q_tile
     long = constants.kv_length >= 128 * plan.kv_tile
-    unmeasured = plan.wide or constants.by_head or constants.segments
-    return _ABREAST if apart >= _APART and long and not unmeasured else 1
+    causal = constants.above and not (constants.below or constants.segments or constants.masks)
+    return _ABREAST if causal and long and apart >= _APART and not (plan.wide or constants.by_head) else 1
 
 
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:

@@ -54,9 +54,9 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     turns, in the same order. If turns go upwards, it is mapped to the numbers of the heads that run side by side in
     reverse, so that their last keys come first.
 
-    If `PLAN.abreast`, the program then waits until other programs have taken the turns of the neighbouring key tiles,
-    so that these turns visit each query tile one after another while it is in the cache. Nothing but the time depends
-    on this wait. It ends after `_PATIENCE` looks: where few programs run, nobody may take those turns.
+    If `PLAN.abreast` is above 1, the program then waits until other programs have taken the turns of the neighbouring
+    key tiles, so that these turns visit each query tile one after another while it is in the cache. Nothing but the
+    time depends on this wait. It ends after `_PATIENCE` looks: where few programs run, nobody may take those turns.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.abreast > 1:

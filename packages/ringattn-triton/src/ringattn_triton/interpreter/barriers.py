@@ -9,8 +9,8 @@ from typing import Any, Final
 from .language import current
 
 _MANY_LOOKS: Final = 10_000
-"""A partition that has found the same number at a place of memory so often does nothing else. It is more than the looks
-of any wait that ends by itself."""
+"""After so many volatile loads of the same number from the same place, a partition counts as waiting. Waits that end by
+themselves look less often."""
 
 
 class Team:
@@ -58,12 +58,14 @@ class Team:
         times = times + 1 if at_and_found == last else 0
         current.looks = at_and_found, times
         with self.changed:
+            if self.error is not None:
+                raise Stopped
             if times < _MANY_LOOKS:
                 self.looking.discard(threading.get_ident())
                 return
             self.looking.add(threading.get_ident())
             if len(self.waiting | self.looking) == self.running:
-                raise self.stuck()
+                raise error("waits for ever: no program before it has written the number that it waits for")
 
     def look_again(self) -> None:
         self.waiting.clear()
@@ -73,6 +75,7 @@ class Team:
         """Records that a partition has ended. After an error the others stop, else they check if they are stuck."""
         with self.changed:
             self.running -= 1
+            self.looking.discard(threading.get_ident())
             if self.error is None:
                 self.error = error
             self.changed.notify_all()
