@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
@@ -46,6 +47,14 @@ def test_lengths_that_the_ring_does_not_divide_are_right_with_every_strategy(str
     ring: dict[str, Any] = {"mesh": mesh_of(AxisType.Explicit, sp=4), "axis_name": "sp", "strategy": strategy}
     got = graded(functools.partial(ring_attention, causal=True, **ring), *operands)
     close(got, graded(functools.partial(ring_attention, causal=True), *operands))
+
+
+def test_tokens_that_an_explicit_axis_beside_the_ring_splits_are_padded_too() -> None:
+    """JAX does not pad them, because that axis does not divide the padded length."""
+    mesh, operands = mesh_of(AxisType.Explicit, beside=3, sp=2), query_key_value(1, 9, 2, 2)
+    ring: dict[str, Any] = {"mesh": mesh, "axis_name": "sp", "batch_axis_name": (), "head_axis_name": ()}
+    placed = jax.device_put(operands, NamedSharding(mesh, P(None, "beside")))
+    close(graded(functools.partial(ring_attention, **ring), *placed), graded(ring_attention, *operands))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
