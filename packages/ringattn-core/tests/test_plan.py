@@ -76,7 +76,7 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
     """Contiguous shards send their end. In zigzag order both chunks do: one onward, the other back."""
     (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
     assert dict(zip(level.distances[1:], level.rows[1:], strict=True)) == rows
-    assert [(hop.key_shift, hop.rows) for hop in level.forward_hops[:-1]] == [*rows.items()]
+    assert [(hop.key_shift, hop.next_rows) for hop in level.forward_hops[:-1]] == [*rows.items()]
     assert [hop.gradient_shift for hop in level.backward_hops] == [None, *(-distance for distance in rows)]
 
 

@@ -104,7 +104,7 @@ def _backward(levels: Sequence[Level], call: Call, outer_distance: int) -> tuple
     *inside, level = levels
     number, start = len(inside), level.forward_hops[0]
     steps = [Step(outer_distance, False, tuple(_keys(number, start, call)))]
-    rows_before = (None, *(hop.rows for hop in level.forward_hops[:-1]))
+    rows_before = (None, *(hop.next_rows for hop in level.forward_hops[:-1]))
     for hop, rows in zip(level.backward_hops, rows_before, strict=True):
         messages = _keys(number, hop, call)
         if hop.gradient_shift is not None:
@@ -117,7 +117,7 @@ def _backward(levels: Sequence[Level], call: Call, outer_distance: int) -> tuple
 def _keys(level: int, hop: Hop, call: Call) -> list[Message]:
     if hop.key_shift is None:
         return []
-    return [Message("K,V", level, hop.key_shift, _elements(call, hop.rows) * call.query.dtype.itemsize)]
+    return [Message("K,V", level, hop.key_shift, _elements(call, hop.next_rows) * call.query.dtype.itemsize)]
 
 
 def _owner(levels: Sequence[Level], rank: Any, distance: int) -> Any:

@@ -99,7 +99,7 @@ def around(level: Level, body: Body) -> Body:
             kv = ordering.tie(kv, sums.dq)
             keys_out = ordering.tie(given, sums.dq) if level.direct else kv
             gradients_out = ordering.tie(gradients_out, kv)
-            keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
+            keys_in = sent(level, keys_out, hop.key_shift, hop.next_rows)
             gradients_in = sent(level, gradients_out, hop.gradient_shift)
             if keys_in is None:  # without a send of keys, only this tie makes the kernel wait for gradients to send
                 kv = ordering.tie(kv, gradients_out)
@@ -111,8 +111,9 @@ def around(level: Level, body: Body) -> Body:
                 return keys_in, dkv, (*arrived, gradients_in), sums
             return keys_in, total(dkv, gradients_in), arrived, sums
 
-        first_hop, (*others, last) = level.forward_hops[0], level.backward_hops
-        first_keys = sent(level, ordering.tie(given, sums.dq), first_hop.key_shift, first_hop.rows)
+        # The forward pass begins with the hop that is last here, so that hop says how the first keys are sent.
+        send, (*others, last) = level.forward_hops[0], level.backward_hops
+        first_keys = sent(level, ordering.tie(given, sums.dq), send.key_shift, send.next_rows)
         _, gradients_out, arrived, sums = level.run_hops(one_hop, (first_keys, None, (), sums), others)
         _, dkv, arrived, sums = one_hop((given, gradients_out, arrived, sums), last)
         return functools.reduce(total, arrived, dkv), sums

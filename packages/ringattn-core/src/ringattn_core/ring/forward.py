@@ -69,7 +69,7 @@ def around(level: Level, body: Body) -> Body:
             else:  # the kernel reads the array that is sent
                 kv = packed(kv)
                 keys_out = kv
-            keys_in = sent(level, keys_out, hop.key_shift, hop.rows)
+            keys_in = sent(level, keys_out, hop.key_shift, hop.next_rows)
             return keys_in, body(kv, level.owner(owner, hop.distance), partial)
 
         return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]

@@ -28,14 +28,14 @@ MOST_TILES: Final = 64
 class Hop(NamedTuple):
     """One hop: whose keys a rank computes with, and what it sends meanwhile, counted in ranks of a `Level`.
 
-    The keys belong to the rank `distance` ranks back. Meanwhile every rank sends the keys of the next hop `key_shift`
-    ranks onward: the rows `[start, end)` if `rows` is a pair, else the whole shard. It sends the gradients of the hop
-    before `gradient_shift` ranks onward. A shift of `None` sends nothing.
+    The keys belong to the rank `distance` ranks back. Meanwhile every rank sends the keys of the *next* hop `key_shift`
+    ranks onward: the rows `[start, end)` if `next_rows` is a pair, else the whole shard. It sends the gradients of the
+    hop *before* `gradient_shift` ranks onward. A shift of `None` sends nothing.
     """
 
     distance: Any
     key_shift: int | None
-    rows: tuple[int, int] | None
+    next_rows: tuple[int, int] | None
     gradient_shift: int | None = None
 
 
