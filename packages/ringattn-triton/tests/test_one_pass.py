@@ -17,11 +17,8 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.hopper.backward_plan import PLANS, plan_of
+from ringattn_triton.hopper.backward_plan import plan_of
 from ringattn_triton.launch.target import compiling_for
-from ringattn_triton.visited_tiles import TableShape
-from small_gluon_kernels import turns_taken
-from test_interpreter import interpret
 
 HALF = jnp.bfloat16
 OPTIONS = (
@@ -110,41 +107,6 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
-
-
-@pytest.mark.parametrize("places", [1, 4])
-def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_their_neighbours(
-    places: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = make_block(1, 400, 800, heads=2, kv_heads=1, dim=64, dtype=HALF, causal=True)
-    monkeypatch.setattr(one_pass, "_heads_upwards", lambda *_: 0)
-    usual = computed(block)
-    monkeypatch.setattr(one_pass, "_abreast", lambda *_: 4)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
-    got = computed(block)
-    for name in ("dq", "dk", "dv"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
-
-
-def turns_given_out(alone: bool) -> np.ndarray:
-    """How many turns were taken when each of six turns was given out, of which two begin together."""
-    plan = dataclasses.replace(PLANS[64], ordered=True, abreast=2)
-    shape = TableShape(listed=False, run=True, rows=6, columns=1, grouped=False, together=1)
-    outputs = [((size,), np.int32) for size in (1, 6, 6)]
-    zero = np.zeros(1, np.int32)
-    _, turns, seen = interpret(turns_taken, [zero], outputs, aliases={0: 0}, T=shape, PLAN=plan, ALONE=alone)
-    np.testing.assert_array_equal(turns, np.arange(6))
-    return seen
-
-
-def test_a_turn_begins_when_its_neighbour_is_taken() -> None:
-    """A busy machine may let one of two threads wait for longer than a turn waits: then it is tried again."""
-    tries = [turns_given_out(alone=False) for _ in range(5)]
-    assert any((seen >= [2, 2, 4, 4, 6, 6]).all() for seen in tries), f"turns were given out at {tries}"
-
-
-def test_a_turn_begins_after_a_while_where_nobody_takes_its_neighbour() -> None:
-    np.testing.assert_array_equal(turns_given_out(alone=True), np.arange(6) + 1)
 
 
 def test_dq_continues_what_other_keys_gave() -> None:
@@ -267,32 +229,6 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
     assert plan is not None and one_pass._heads_upwards(constants, plan) == heads
-
-
-@pytest.mark.parametrize(
-    ("option", "dim", "tokens", "group", "abreast"),
-    [
-        ("causal", 128, 16384, 16, 4),
-        ("causal", 128, 65536, 8, 4),
-        ("causal", 64, 16384, 16, 4),
-        ("causal", 128, 16384, 4, 1),  # the cache holds most tiles from one turn to the next
-        ("causal", 64, 16384, 8, 1),
-        ("causal", 128, 8192, 8, 1),  # turns are short
-        ("causal", 192, 16384, 16, 1),
-        ("plain", 128, 16384, 16, 1),
-        ("window", 128, 16384, 16, 1),
-        ("causal segments", 128, 16384, 16, 1),
-        ("slopes", 128, 16384, 16, 1),
-    ],
-)
-def test_long_turns_of_large_groups_begin_together(
-    option: str, dim: int, tokens: int, group: int, abreast: int
-) -> None:
-    fields = {"slopes": np.ones((1, group), np.float32)} if option == "slopes" else {}
-    small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
-    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
-    assert plan is not None and one_pass._abreast(constants, plan) == abreast
 
 
 def within_budget(block: Block, beside: str) -> dict[str, Report]:

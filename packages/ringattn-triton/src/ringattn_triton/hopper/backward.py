@@ -33,12 +33,6 @@ _WIDE_TOGETHER_IN_ORDER: Final = 4
 _IN_CACHE: Final = 2**25
 """The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Turns that
 go upwards then take 0.93 to 0.98 of the time that they take downwards, with twice as many bytes 1.03."""
-_ABREAST: Final = 4
-"""How many neighbouring key tiles begin together where `_abreast` allows it. With 8 heads on 1 key head and 64k tokens,
-the whole backward pass takes 0.91 of the time on an H100, and 0.96 with the value 2."""
-_APART: Final = 16
-"""The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
-turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
 _LONG: Final = 16
 """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
 1.5 steps after the one before."""
@@ -131,20 +125,6 @@ def _bytes_of_head(constants: BlockConstants) -> int:
     return 8 * constants.group * constants.q_length * constants.padded_head_dim
 
 
-def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
-
-    Under a causal mask, turns that begin together end one after another, and the turns after them would begin as far
-    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. The first of four
-    turns waits for three such distances, which is little where turns are long: from 128 key tiles on. Not measured, and
-    so left as they were: other masks, head sizes above 128, options that depend on the head.
-    """
-    apart = constants.group * plan.kv_tile // plan.q_tile
-    long = constants.kv_length >= 128 * plan.kv_tile
-    causal = constants.above and not (constants.below or constants.segments or constants.masks)
-    return _ABREAST if causal and long and apart >= _APART and not (plan.wide or constants.by_head) else 1
-
-
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
     """The number of steps of a turn that sees all queries, over all query heads of its group."""
     return -(-constants.q_length // plan.q_tile) * constants.group
@@ -187,8 +167,6 @@ def backward(
     kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
     of_queries = tuple(kind for kind, needed in kinds if needed)
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered, upwards=upwards > 0, of_queries=of_queries)
-    if ordered and not upwards and bias is None:
-        plan = dataclasses.replace(plan, abreast=_abreast(constants, plan))
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.

@@ -9,9 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.tile_loop import full_tile, masked_tile, visit
 
-_PATIENCE = gl.constexpr(2000)
-"""How often a program that has taken a turn looks whether the turn's neighbours are taken: for 1 to 2 ms in all."""
-
 
 class Turns(NamedTuple):
     """The turns of a launch, and the counters by which programs take turns and add to dq in order.
@@ -53,20 +50,8 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     In a launch for a strip, the counter runs over the strip's turns only. It is mapped to their numbers among all
     turns, in the same order. If turns go upwards, it is mapped to the numbers of the heads that run side by side in
     reverse, so that their last keys come first.
-
-    If `PLAN.abreast` is above 1, the program then waits until other programs have taken the turns of the neighbouring
-    key tiles, so that these turns visit each query tile one after another while it is in the cache. Nothing but the
-    time depends on this wait. It ends after `_PATIENCE` looks: where few programs run, nobody may take those turns.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
-    if PLAN.abreast > 1:
-        GROUP: gl.constexpr = PLAN.abreast * T.together
-        last = gl.minimum(turn // GROUP * GROUP + GROUP, turns.count)
-        taken = turn + 1
-        looks = 0
-        while (taken < last) & (looks < _PATIENCE):
-            taken = gl.load(turns.counters, volatile=True)
-            looks += 1
     if PLAN.strip_rows:
         first = gl.load(turns.first_tile)
         together = gl.minimum(PLAN.strip_rows, T.rows - first) * T.together
