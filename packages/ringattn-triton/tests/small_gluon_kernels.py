@@ -6,6 +6,7 @@
 from typing import Any, NamedTuple
 
 from ringattn_triton.hopper.backward_transfers import async_atomic_add
+from ringattn_triton.hopper.backward_turns import Turns, take_turn
 from ringattn_triton.hopper.hardware_barriers import hardware_barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -192,3 +193,36 @@ def _wait_and_add(TURNS, COUNT):
     while count < turn:
         count = gl.load(COUNT, volatile=True)
     gl.atomic_add(COUNT, 1)
+
+
+@gluon.jit
+def turns_taken(
+    BEFORE, COUNTERS, TURNS, SEEN, COUNT: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, ALONE: gl.constexpr
+):
+    """Two partitions, or one `ALONE`, take turns until none of `COUNT` is left, as programs do.
+
+    For each turn, they write its number, and how many turns were taken when it was given out.
+    """
+    if ALONE:
+        _take_turns(COUNTERS, TURNS, SEEN, COUNT, T, PLAN, ALONE)
+    else:
+        gl.warp_specialize(
+            [
+                (_take_turns, (COUNTERS, TURNS, SEEN, COUNT, T, PLAN, ALONE)),
+                (_take_turns, (COUNTERS, TURNS, SEEN, COUNT, T, PLAN, ALONE)),
+            ],
+            [4],
+            [24],
+        )
+
+
+@gluon.jit
+def _take_turns(COUNTERS, TURNS, SEEN, COUNT: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, ALONE: gl.constexpr):
+    turns = Turns(0, 0, 0, COUNTERS, COUNT, 0)
+    if not ALONE:
+        hardware_barrier("sync", 9, 256)
+    turn = take_turn(turns, T, PLAN)
+    while turn < turns.count:
+        gl.store(TURNS + turn, turn)
+        gl.store(SEEN + turn, gl.load(COUNTERS, volatile=True))
+        turn = take_turn(turns, T, PLAN)

@@ -17,8 +17,11 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.hopper.backward_plan import plan_of
+from ringattn_triton.hopper.backward_plan import PLANS, plan_of
 from ringattn_triton.launch.target import compiling_for
+from ringattn_triton.visited_tiles import TableShape
+from small_gluon_kernels import turns_taken
+from test_interpreter import interpret
 
 HALF = jnp.bfloat16
 OPTIONS = (
@@ -103,6 +106,72 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(
     block = make_block(1, 400, 400, heads=3, kv_heads=3, dim=64, dtype=HALF, causal=True)
     monkeypatch.setattr(one_pass, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
+    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    got = computed(block)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_their_neighbours(
+    places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(1, 400, 800, heads=2, kv_heads=1, dim=64, dtype=HALF, causal=True)
+    monkeypatch.setattr(one_pass, "_heads_upwards", lambda *_: 0)
+    usual = computed(block)
+    monkeypatch.setattr(one_pass, "_abreast", lambda *_: 4)
+    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    got = computed(block)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
+
+
+def turns_given_out(alone: bool, rows: int = 6, together: int = 1, heads: int = 1, **plan: Any) -> np.ndarray:
+    """How many turns were taken when each turn was given out."""
+    shape = TableShape(listed=False, run=True, rows=rows, columns=1, grouped=False, together=together)
+    count = rows * heads
+    outputs = [((size,), np.int32) for size in (1, count, count)]
+    _, turns, seen = interpret(
+        turns_taken, [np.zeros(1, np.int32)], outputs, aliases={0: 0},
+        COUNT=count, T=shape, PLAN=dataclasses.replace(PLANS[64], ordered=True, **plan), ALONE=alone,
+    )  # fmt: skip
+    np.testing.assert_array_equal(turns, np.arange(count))
+    return seen
+
+
+def test_a_turn_begins_when_its_neighbour_is_taken() -> None:
+    """A busy machine may let one of two threads wait for longer than a turn waits: then it is tried again."""
+    tries = [turns_given_out(alone=False, abreast=2) for _ in range(5)]
+    assert any((seen >= [2, 2, 4, 4, 6, 6]).all() for seen in tries), f"turns were given out at {tries}"
+
+
+def test_a_turn_begins_after_a_while_where_nobody_takes_its_neighbour() -> None:
+    np.testing.assert_array_equal(turns_given_out(alone=True, abreast=2), np.arange(6) + 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "together", "heads", "order"),
+    [
+        (4, 1, 3, [0, 1, 2, 4, 3, 5, 6, 8, 7, 9, 10, 11]),
+        (3, 1, 2, [0, 1, 3, 2, 4, 5]),  # of an odd number of turns, the second half has one more
+        (2, 2, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (4, 2, 4, [0, 1, 2, 3, 4, 5, 8, 9, 6, 7, 10, 11, 12, 13, 14, 15]),
+        (4, 1, 1, [0, 1, 2, 3]),
+    ],
+)
+def test_folded_the_short_turns_of_some_heads_alternate_with_the_long_turns_of_the_next(
+    rows: int, together: int, heads: int, order: list[int]
+) -> None:
+    given = turns_given_out(alone=True, rows=rows, together=together, heads=heads, folded=True)
+    np.testing.assert_array_equal(np.argsort(given), order)
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_folded_turns_give_the_same_bits(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(1, 192, 192, heads=3, kv_heads=3, dim=136, dtype=HALF, causal=True)
+    monkeypatch.setattr(one_pass, "_heads_folded", lambda *_: 0)
+    usual = computed(block)
+    monkeypatch.setattr(one_pass, "_heads_folded", lambda *_: 1)
     monkeypatch.setattr(one_pass, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
@@ -229,6 +298,71 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
     assert plan is not None and one_pass._heads_upwards(constants, plan) == heads
+
+
+@pytest.mark.parametrize(
+    ("option", "dim", "tokens", "group", "abreast"),
+    [
+        ("causal", 128, 16384, 16, 4),
+        ("causal", 128, 65536, 8, 4),
+        ("causal", 64, 16384, 16, 4),
+        ("causal", 128, 16384, 4, 1),  # the cache holds most tiles from one turn to the next
+        ("causal", 64, 16384, 8, 1),
+        ("causal", 128, 4096, 8, 4),
+        ("causal", 128, 2048, 8, 1),  # turns are short
+        ("causal", 192, 16384, 16, 1),
+        ("plain", 128, 16384, 16, 1),
+        ("window", 128, 16384, 16, 1),
+        ("causal segments", 128, 16384, 16, 1),
+        ("slopes", 128, 16384, 16, 1),
+    ],
+)
+def test_long_turns_of_large_groups_begin_together(
+    option: str, dim: int, tokens: int, group: int, abreast: int
+) -> None:
+    fields = {"slopes": np.ones((1, group), np.float32)} if option == "slopes" else {}
+    small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
+    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
+    plan = plan_of(constants)
+    assert plan is not None and one_pass._abreast(constants, plan) == abreast
+
+
+@pytest.mark.parametrize(
+    ("option", "dim", "tokens", "group", "heads"),
+    [
+        ("causal", 192, 8192, 1, 2),
+        ("causal", 256, 4096, 1, 4),
+        ("causal", 192, 10240, 1, 0),  # the cache does not hold the queries
+        ("causal", 256, 16384, 2, 0),
+        ("plain", 192, 8192, 1, 0),
+        ("window", 192, 8192, 1, 0),
+        ("causal segments", 192, 8192, 1, 0),
+        ("causal", 128, 8192, 1, 0),
+    ],
+)
+def test_turns_of_wide_heads_are_folded_where_the_cache_holds_enough_heads(
+    option: str, dim: int, tokens: int, group: int, heads: int
+) -> None:
+    small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
+    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
+    plan = plan_of(constants)
+    assert plan is not None and one_pass._heads_folded(constants, plan) == heads
+
+
+@pytest.mark.parametrize(
+    ("mask", "inside"),
+    [
+        ({"causal": True}, True),
+        ({"chunk_size": 64}, True),
+        ({"sliding_window": (64, 0)}, False),
+        ({"sliding_window": (None, 0)}, True),
+    ],
+)
+def test_under_a_window_a_turn_visits_all_tiles_for_a_head_before_the_next_head(
+    mask: dict[str, Any], inside: bool
+) -> None:
+    block = make_block(1, 128, 128, heads=2, kv_heads=1, dim=128, dtype=HALF, **mask)
+    assert one_pass._heads_inside(block, kernel_inputs.of_block(block).constants) is inside
 
 
 def within_budget(block: Block, beside: str) -> dict[str, Report]:

@@ -2,6 +2,7 @@
 """The backward pass in one kernel for Hopper: which blocks the kernel takes, and how it is launched."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -33,6 +34,15 @@ _WIDE_TOGETHER_IN_ORDER: Final = 4
 _IN_CACHE: Final = 2**25
 """The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Turns that
 go upwards then take 0.93 to 0.98 of the time that they take downwards, with twice as many bytes 1.03."""
+_ABREAST: Final = 4
+"""How many neighbouring key tiles begin together where `_abreast` allows it. A call with gradients then takes 0.94 to
+1.01 of the time, on average 0.98 (H200). With the value 8, 4k tokens take 1.04 times as long."""
+_APART: Final = 16
+"""The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
+turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
+_FOLDED_APART: Final = 1.9
+"""How many steps apart folded turns of a head begin, at least. With half as many they wait for each other: a call with
+gradients and heads of 192 or 256 takes 1.04 to 1.1 times as long as without folding, not 0.95."""
 _LONG: Final = 16
 """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
 1.5 steps after the one before."""
@@ -125,6 +135,49 @@ def _bytes_of_head(constants: BlockConstants) -> int:
     return 8 * constants.group * constants.q_length * constants.padded_head_dim
 
 
+def _heads_folded(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many key heads run side by side if turns are folded (`backward_turns.take_turn`); 0 if they must not be.
+
+    Turns of a head then begin `heads * steps / PROGRAMS` steps apart, where `steps` is the number of steps of its first
+    turn. It is the least power of two that makes this enough, and 0 if the cache does not hold so many heads. Heads up
+    to 128 lose up to 5% if folded, because they hand tiles of dq over faster, and go upwards.
+    """
+    heads = power_of_two(math.ceil(_FOLDED_APART * PROGRAMS / _steps_of_all(constants, plan)))
+    cached = heads * _bytes_of_head(constants) <= _IN_CACHE
+    return heads if plan.wide and cached and _causal_alone(constants) else 0
+
+
+def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
+
+    Under a causal mask, turns that begin together end one after another, and the turns after them would begin as far
+    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. The first of four
+    turns waits for three such distances, so the head needs eight times as many turns. Heads above 128 gain nothing.
+    """
+    apart = constants.group * plan.kv_tile // plan.q_tile
+    enough = constants.kv_length >= 8 * _ABREAST * plan.kv_tile and apart >= _APART
+    return _ABREAST if enough and _causal_alone(constants) and not (plan.wide or constants.by_head) else 1
+
+
+def _causal_alone(constants: BlockConstants) -> bool:
+    """Whether the mask is causal and nothing else: each turn is shorter than the one before by the same steps."""
+    return constants.above and not (constants.below or constants.segments or constants.masks)
+
+
+def _heads_inside(block: Block, constants: BlockConstants) -> bool:
+    """Whether an ordered turn visits a query tile for all heads of its group before the next tile.
+
+    If not, it visits all tiles for a head, and then for the next head. Turns of one key head visit different numbers of
+    tiles. With all tiles for a head first, they are soon at different heads, and share no tiles in the cache: with
+    8 heads in a group the kernel takes 1.13 times as long. But under a sliding window, turns that run at once are at
+    different tiles anyway, as far apart as their keys, and the cache does not hold these tiles for all heads: one head
+    at a time, a call with gradients takes 0.73 to 1.02 of the time. Options that depend on the head are read once for
+    each head, so that heads come one at a time there, too.
+    """
+    left, _ = block.rule.sliding_window or (None, None)
+    return left is None and not constants.by_head
+
+
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
     """The number of steps of a turn that sees all queries, over all query heads of its group."""
     return -(-constants.q_length // plan.q_tile) * constants.group
@@ -153,8 +206,9 @@ def backward(
     bias = None if block.bias_fixed else block.bias
     turns, side_by_side = _TOGETHER, constants.kv_heads
     upwards = _heads_upwards(constants, plan) if ordered and bias is None else 0
+    folded = _heads_folded(constants, plan) if ordered else 0
     if ordered:
-        turns = (upwards or _heads_in_order(constants, plan)) * -(-constants.kv_length // plan.kv_tile)
+        turns = (upwards or folded or _heads_in_order(constants, plan)) * -(-constants.kv_length // plan.kv_tile)
         side_by_side *= batch
     q_tiles = -(-length // plan.q_tile)
     count = 1 + (batch * heads * q_tiles if ordered else 0)
@@ -166,7 +220,16 @@ def backward(
     compared = constants.below or constants.above
     kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
     of_queries = tuple(kind for kind, needed in kinds if needed)
-    plan = dataclasses.replace(plan, masked=masked, ordered=ordered, upwards=upwards > 0, of_queries=of_queries)
+    plan = dataclasses.replace(
+        plan,
+        masked=masked,
+        ordered=ordered,
+        heads_inside=ordered and _heads_inside(block, constants),
+        upwards=upwards > 0,
+        folded=folded > 0,
+        abreast=_abreast(constants, plan) if ordered and not upwards and bias is None else 1,
+        of_queries=of_queries,
+    )
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.

@@ -33,7 +33,6 @@ from .backward_memory import (
     result_place,
 )
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
-from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier, read_number
 from .head_tiles import opaque_zero, product_count, product_of_heads
 from .results import places
@@ -78,9 +77,8 @@ def compute_gradients(
     # A head's steps come in two parts: `before` masked steps and all whole steps, then `after` masked steps. Both parts
     # run through one copy of the code.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
-    INSIDE: gl.constexpr = heads_inside(F, PLAN)
-    HEADS: gl.constexpr = 1 if INSIDE else F.group
-    TIMES: gl.constexpr = F.group if INSIDE else 1
+    HEADS: gl.constexpr = 1 if PLAN.heads_inside else F.group
+    TIMES: gl.constexpr = F.group if PLAN.heads_inside else 1
     RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     taken = 0
     done = 0

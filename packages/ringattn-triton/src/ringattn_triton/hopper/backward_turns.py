@@ -9,6 +9,9 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.tile_loop import full_tile, masked_tile, visit
 
+_PATIENCE = gl.constexpr(2000)
+"""How often a program that has taken a turn looks whether the turn's neighbours are taken: for 1 to 2 ms in all."""
+
 
 class Turns(NamedTuple):
     """The turns of a launch, and the counters by which programs take turns and add to dq in order.
@@ -50,8 +53,25 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     In a launch for a strip, the counter runs over the strip's turns only. It is mapped to their numbers among all
     turns, in the same order. If turns go upwards, it is mapped to the numbers of the heads that run side by side in
     reverse, so that their last keys come first.
+
+    If turns are folded, the first half of the turns of some heads is followed by their second half, which alternates
+    with the first half of the turns of the next heads. Under a causal mask, the first turns are long, and the last ones
+    short: unfolded, all turns of the next heads would begin at once, and each wait for the one before. Folded, they
+    begin some steps apart.
+
+    If `PLAN.abreast` is above 1, the program then waits until other programs have taken the turns of the neighbouring
+    key tiles, so that these turns visit each query tile one after another while it is in the cache. Nothing but the
+    time depends on this wait. It ends after `_PATIENCE` looks: where few programs run, nobody may take those turns.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
+    if PLAN.abreast > 1:
+        GROUP: gl.constexpr = PLAN.abreast * T.together
+        last = gl.minimum(turn // GROUP * GROUP + GROUP, turns.count)
+        taken = turn + 1
+        looks = 0
+        while (taken < last) & (looks < _PATIENCE):
+            taken = gl.load(turns.counters, volatile=True)
+            looks += 1
     if PLAN.strip_rows:
         first = gl.load(turns.first_tile)
         together = gl.minimum(PLAN.strip_rows, T.rows - first) * T.together
@@ -61,6 +81,14 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     elif PLAN.upwards:
         SIZE: gl.constexpr = T.rows * T.together
         turn = gl.where(goes_upwards(turn, turns, T, PLAN), (turn // SIZE * 2 + 1) * SIZE - 1 - turn, turn)
+    elif PLAN.folded:
+        SIZE: gl.constexpr = T.rows * T.together
+        HALF: gl.constexpr = T.rows // 2 * T.together
+        rest = gl.maximum(turn - HALF, 0)
+        pair = rest % SIZE // T.together
+        short = rest // SIZE * SIZE + HALF + pair // 2 * T.together + rest % T.together
+        folded = gl.where(pair % 2 == 0, short, short - HALF + SIZE)
+        turn = gl.where((turn < HALF) | (turn >= turns.count - SIZE + HALF), turn, folded)
     return turn
 
 
@@ -105,18 +133,6 @@ def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
     return Steps(visited, before, whole, after, start)
 
 
-@gluon.constexpr_function
-def heads_inside(F, PLAN):
-    """Whether a turn visits a query tile for all heads of its group before the next tile; if not, one head at a time.
-
-    Turns of one key head visit different numbers of tiles. With all tiles for a head first, these turns are soon at
-    different heads, and share no tiles in the cache: with 8 heads in a group, the kernel takes 1.13 times as long.
-    Turns that do not wait for each other are faster with all tiles for a head first. That order also lets options that
-    depend on the head be read once for each head.
-    """
-    return PLAN.ordered and not F.by_head
-
-
 @gluon.jit
 def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
     """The next step of a turn: its query tile, number `step` of `count`, and its head, number `member` of the group.
@@ -125,7 +141,7 @@ def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
     """
     if F.group == 1:
         return gl.where(step + 1 < count, step + 1, 0), member
-    elif heads_inside(F, PLAN):
+    elif PLAN.heads_inside:
         step = gl.where(member + 1 < F.group, step, step + 1)
         return gl.where(step < count, step, 0), gl.where(member + 1 < F.group, member + 1, 0)
     else:

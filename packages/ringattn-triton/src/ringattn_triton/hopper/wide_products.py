@@ -43,7 +43,6 @@ from .backward_memory import (
 )
 from .backward_products import in_register_order, write_gradient
 from .backward_scores import probabilities, tile_of
-from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier, read_number
 from .head_tiles import dims_of, opaque_zero, place_of, product_of_heads
 from .sums import finished, first_of, no_sums, pieces, with_product
@@ -52,9 +51,8 @@ from .sums import finished, first_of, no_sums, pieces, with_product
 @gluon.jit
 def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The first consumer: computes dv of a turn's 64 keys, summed over all heads of the group, and two pieces of dq."""
-    INSIDE: gl.constexpr = heads_inside(F, PLAN)
-    HEADS: gl.constexpr = 1 if INSIDE else F.group
-    TIMES: gl.constexpr = F.group if INSIDE else 1
+    HEADS: gl.constexpr = 1 if PLAN.heads_inside else F.group
+    TIMES: gl.constexpr = F.group if PLAN.heads_inside else 1
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
