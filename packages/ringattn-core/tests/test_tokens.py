@@ -166,6 +166,7 @@ def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
         (lambda ring: shift(X, 1, segment_ids=IDS[:, 1:], **ring), "segment_ids: has shape"),
         (lambda ring: shift(X, 1, axis_name="sp"), "is not an axis of any shard_map around this call. Pass mesh="),
         (lambda ring: write_cache(X, X[:, :1, :1], [3], **ring), "new: has shape"),
+        (lambda ring: write_cache((X, X), X[:, :1], jnp.array([3]), **ring), "new: is the pytree PyTreeDef(*), and"),
         (lambda ring: write_cache(X, X[:, :2], jnp.array([3]), **ring), "positions: has shape"),
         (lambda ring: write_cache(X, X[:, :1], jnp.array([3.0]), **ring), "positions: has dtype float32"),
         (lambda ring: layout_batch({"token": IDS}, "striped", ring["mesh"]), "batch: has 'token'. Pass arrays"),

@@ -2,6 +2,8 @@
 """The work of packed documents is what counting each pair gives, and `pack` makes rows in which ranks share it."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,3 +72,11 @@ def test_documents_that_cannot_be_packed_are_refused(lengths: list[int], said: s
         documents.pack([4], 66, 4)
     with pytest.raises(InputError, match="have 65 tokens together, and a row 64"):
         documents.pairs([33, 32], 64, 4)
+
+
+@pytest.mark.parametrize("count", [documents.pack, documents.busy, documents.pairs])
+def test_lengths_that_are_no_integers_and_rings_without_ranks_are_refused(count: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match=r"ring: got 0\. It needs an integer of at least 1"):
+        count([4], 64, 0)
+    with pytest.raises(InputError, match=r"lengths: has dtype float64\. It needs integers"):
+        count([4.5], 64, 4)

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 from ringattn_core.errors import InputError
+from ringattn_core.integers import INT32, integers, whole
 from ringattn_core.placement.layout import LAYOUTS, Shards, canonical, pieces, refuse_indivisible
 
 EVEN: Final = 1.1
@@ -24,7 +25,7 @@ def pairs(lengths: Sequence[int], length: int, ring: int, layout: str = "contigu
 
     A row of `length` tokens holds documents of these `lengths`, one after another, and padding after them.
     """
-    layout, documents = canonical(layout), _checked(lengths, length)
+    layout, documents, ring = canonical(layout), _checked(lengths, length), whole("ring", ring, 1)
     refuse_indivisible("length", length, layout, ring)
     rank = np.empty(length, np.int64)
     rank[Shards(layout, ring).order(length)] = np.repeat(np.arange(ring), length // ring)
@@ -42,7 +43,7 @@ def busy(lengths: Sequence[int], length: int, ring: int) -> dict[str, float]:
 
     Layouts that cannot split `length` tokens are left out.
     """
-    shares = {}
+    shares, ring = {}, whole("ring", ring, 1)
     for layout in (layout for layout in LAYOUTS if length % (ring * pieces(layout)) == 0):
         of_ranks, rank = pairs(lengths, length, ring, layout), np.arange(ring)
         slowest = sum(of_ranks[rank, (rank - hop) % ring].max() for hop in range(ring))
@@ -90,6 +91,7 @@ def pack(lengths: Sequence[int], length: int, ring: int) -> Packing:
     is much longer than a shard cannot reach that: the last rank of the document sees the most keys. The result is the
     same in every run.
     """
+    ring = whole("ring", ring, 1)
     refuse_indivisible("length", length, "contiguous", ring)
     documents = _checked(lengths, None)
     if documents.size == 0:
@@ -162,7 +164,7 @@ def _loads(sizes: np.ndarray, real: np.ndarray, length: int, ring: int) -> np.nd
 
 
 def _checked(lengths: Sequence[int], length: int | None) -> np.ndarray:
-    documents = np.asarray(lengths, np.int64)
+    documents = np.asarray(integers("lengths", lengths, INT32) if len(lengths) else (), np.int64)
     if documents.ndim != 1 or (documents < 1).any():
         raise InputError("lengths", f"got {lengths!r}"[:100], "Pass the number of tokens of each document, 1 or more")
     if length is not None and documents.sum() > length:
