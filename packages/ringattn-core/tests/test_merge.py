@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from ringattn_core import ring_attention, to_layout
 from ringattn_core.contract.merge import merge, merged_over, with_sinks
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.errors import InputError
+from rings import close, differentiated, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, H = 2, 3, 2, 4
 INF = np.float32(np.inf)
@@ -33,6 +36,56 @@ def identity() -> Partial:
 def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
     np.testing.assert_allclose(a.lse, b.lse, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(a.out, b.out, rtol=0, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "kind"),
+    [
+        (1, "contiguous", AxisType.Auto),
+        (2, "zigzag", AxisType.Explicit),
+        (3, "striped", AxisType.Auto),
+        (4, "contiguous", AxisType.Explicit),
+        (4, "zigzag", AxisType.Auto),
+        (8, "contiguous", AxisType.Auto),
+        (8, "striped", AxisType.Explicit),
+    ],
+)
+def test_a_window_or_spans_of_each_row_are_two_calls_merged(ranks: int, layout: str, kind: AxisType) -> None:
+    """As docs/masks.md shows it: spans are traced and differ between rows. A row of padding sees nothing in both calls.
+
+    The first call sees the window, the second the later tokens of the query's span.
+    """
+    length, window, longest = 48, 9, 8
+    spans = np.full((2, length), -1, np.int32)
+    spans[0, 3:11], spans[0, 20:25], spans[1, 0:4], spans[1, 40:48] = 0, 1, 0, 1
+    documents = np.repeat(np.int32([[0], [0]]), length, 1)
+    documents[1, 30:34] = -1
+    at = np.arange(length)
+    distance = at[:, None] - at
+    same = (spans[:, :, None] == spans[:, None]) & (spans[:, :, None] >= 0)
+    seen = ((distance >= 0) & (distance <= window)) | same
+    seen &= (documents[:, :, None] >= 0) & (documents[:, None] >= 0)
+    ring = {"mesh": mesh_of(kind, sp=ranks), "axis_name": "sp", "layout": layout, "causal": True, "return_lse": True}
+
+    def both(spans: Any, documents: Any, *operands: Any) -> Any:
+        own, index = to_layout(spans, layout, ranks), to_layout(jnp.arange(length)[None], layout, ranks)
+
+        def attend(*operands: Any) -> jax.Array:
+            ids = to_layout(documents, layout, ranks)
+            earlier = ring_attention(*operands, q_segment_ids=ids, sliding_window=(window, 0), **ring)
+            later = ring_attention(
+                *operands, q_segment_ids=jnp.where(ids < 0, -1, own), q_positions=-1 - index, kv_positions=-index,
+                max_distance=(0, longest - 1), **ring,
+            )  # fmt: skip
+            return merge(Partial(*earlier), Partial(*later)).out
+
+        return differentiated(in_order_of(layout, ranks, attend))(*operands)
+
+    operands = query_key_value(2, length, 4, 2)
+    close(
+        jax.jit(both)(spans, documents, *operands),
+        graded(lambda *operands: ring_attention(*operands, attention_mask=seen[:, None]), *operands),
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4, 48, 34])

@@ -304,11 +304,12 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
     ("option", "dim", "tokens", "group", "abreast"),
     [
         ("causal", 128, 16384, 16, 4),
-        ("causal", 128, 65536, 8, 4),
+        ("causal", 128, 65536, 8, 16),
+        ("causal", 128, 2**20, 8, 16),
         ("causal", 64, 16384, 16, 4),
         ("causal", 128, 16384, 4, 1),  # the cache holds most tiles from one turn to the next
         ("causal", 64, 16384, 8, 1),
-        ("causal", 128, 4096, 8, 4),
+        ("causal", 128, 8192, 8, 2),
         ("causal", 128, 2048, 8, 1),  # turns are short
         ("causal", 192, 16384, 16, 1),
         ("plain", 128, 16384, 16, 1),

@@ -34,9 +34,8 @@ _WIDE_TOGETHER_IN_ORDER: Final = 4
 _IN_CACHE: Final = 2**25
 """The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Turns that
 go upwards then take 0.93 to 0.98 of the time that they take downwards, with twice as many bytes 1.03."""
-_ABREAST: Final = 4
-"""How many neighbouring key tiles begin together where `_abreast` allows it. A call with gradients then takes 0.94 to
-1.01 of the time, on average 0.98 (H200). With the value 8, 4k tokens take 1.04 times as long."""
+_ABREAST: Final = 16
+"""The most neighbouring key tiles that begin together where `_abreast` allows it."""
 _APART: Final = 16
 """The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
 turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
@@ -151,12 +150,13 @@ def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
     Under a causal mask, turns that begin together end one after another, and the turns after them would begin as far
-    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. The first of four
-    turns waits for three such distances, so the head needs eight times as many turns. Heads above 128 gain nothing.
+    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. If the 32nd part
+    of a head's turns begins together, a call with gradients takes 0.94 to 0.98 of the time (H200). If twice as many do,
+    it takes up to 1.04 times as long, because the first of them waits for the last. Heads above 128 gain nothing.
     """
     apart = constants.group * plan.kv_tile // plan.q_tile
-    enough = constants.kv_length >= 8 * _ABREAST * plan.kv_tile and apart >= _APART
-    return _ABREAST if enough and _causal_alone(constants) and not (plan.wide or constants.by_head) else 1
+    gains = apart >= _APART and _causal_alone(constants) and not (plan.wide or constants.by_head)
+    return min(max(constants.kv_length // plan.kv_tile // 32, 1), _ABREAST) if gains else 1
 
 
 def _causal_alone(constants: BlockConstants) -> bool:
