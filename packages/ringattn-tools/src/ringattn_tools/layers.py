@@ -8,13 +8,15 @@ from typing import Any, Final, NamedTuple
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import LAYOUTS, pieces
 
-from . import plans
+from . import picture, plans
 from .abstract_call import AbstractCall
 from .analysis import analyse
 from .cost import Cost
 from .output import Bytes, Rows, Seconds, Title, show
 
 _OPTIONS: Final = {"window": "sliding_window", "chunk": "chunk_size"}
+_UNUSED: Final = ("strategy", "layout", "full", "compile", *picture.KINDS)
+"""Arguments that the table does not read."""
 
 
 class Kind(NamedTuple):
@@ -53,10 +55,14 @@ def parsed(text: str) -> tuple[Kind, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table of all layouts. Raises if the command line gives the masks of layers in two places."""
+    """Prints the table of all layouts. Raises for masks of layers in two places, and for arguments in `_UNUSED`."""
     for name in _OPTIONS.values():
         if getattr(arguments, name) is not None:
             raise InputError("--layers", f"is given with {name}", "Say in --layers which layers have it")
+    for name in _UNUSED:
+        if getattr(arguments, name) not in (None, False, "contiguous"):  # their defaults
+            remedy = f"Leave --{name} out: --layers compares all layouts and strategies, and prints nothing else"
+            raise InputError("--layers", f"is given with --{name}", remedy)
     named = [layout for layout in LAYOUTS if arguments.query[1] % (arguments.ring * pieces(layout)) == 0]
     layers = {layout: [_layer(arguments, layout, kind) for kind in arguments.layers] for layout in named}
     if not layers:
