@@ -211,6 +211,7 @@ class TestLayers:
         for words in ("--strategy ring", "--layout striped", "--full", "--compile", "--svg x.svg"):
             status, out, err = said(capsys, f"{self.LAYERS} {words}")
             assert status == 2 and not out and f"--layers: is given with {words.split()[0]}. Leave" in err
-        with pytest.raises(SystemExit):
-            main(f"{CALL} --layers 5*local".split())
-        assert "got '5*local'" in capsys.readouterr().err
+        for layers in ("5*local", "0*global"):
+            with pytest.raises(SystemExit):
+                main(f"{CALL} --layers {layers}".split())
+            assert f"got '{layers}', it needs" in capsys.readouterr().err

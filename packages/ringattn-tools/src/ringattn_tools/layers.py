@@ -46,9 +46,10 @@ def parsed(text: str) -> tuple[Kind, ...]:
     for part in text.split(","):
         count, _, name = part.strip().rpartition("*")
         option, _, value = name.partition("=")
-        counted = count.isdigit() or not count
-        if not counted or not (name == "global" or (option in _OPTIONS and value.isdigit())):
-            raise argparse.ArgumentTypeError(f"got {part!r}, it needs COUNT*global, COUNT*window=W or COUNT*chunk=C")
+        counted = not count or (count.isdecimal() and int(count))
+        if not counted or not (name == "global" or (option in _OPTIONS and value.isdecimal())):
+            wanted = "COUNT*global, COUNT*window=W or COUNT*chunk=C, with a COUNT of at least 1"
+            raise argparse.ArgumentTypeError(f"got {part!r}, it needs {wanted}")
         given = (int(value), 0) if option == "window" else int(value or 0)
         kinds.append(Kind(int(count or 1), name, {_OPTIONS[option]: given} if value else {}))
     return tuple(kinds)
