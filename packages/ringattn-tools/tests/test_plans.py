@@ -204,6 +204,8 @@ class TestLayers:
         assert all(row["both passes"] is None for row in found["layers"])
         sums = {row["layout"]: row["tiles of a ring"] for row in found["layers"] if row["layers"] == "sum"}
         assert found["layout"] == min(sums, key=lambda layout: sums[layout])
+        for device, remedy in (("", "pass --device, or --rate"), ("--device h200 --ring 16", "pass --rate and")):
+            assert remedy in " ".join(said(capsys, f"{self.LAYERS} {device}")[1].split())
 
     def test_what_cannot_be_is_refused(self, capsys) -> None:
         status, _, err = said(capsys, f"--window 3,0 {self.LAYERS}")

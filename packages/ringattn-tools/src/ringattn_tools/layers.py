@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"layers": rows, "layout": best}, indent=2))
     else:
         title = " and ".join(f"{kind.times} * {kind.name}" for kind in arguments.layers)
-        show(Title(f"{title}: one layout for all layers"), rows, _told(layers[best]))
+        show(Title(f"{title}: one layout for all layers"), rows, _told(layers[best], arguments.device))
     return 0
 
 
@@ -114,12 +114,10 @@ def _rows(layers: list[Layer], best: bool) -> Rows:
     return [*each, row("sum", None, layers)]
 
 
-def _told(layers: list[Layer]) -> str:
+def _told(layers: list[Layer], device: str | None) -> str:
     """Says why this layout is the best for the layers, and with which strategies."""
     layout, strategies = layers[0].layout, ", ".join(f"{x.plan.name} for {x.kind.name}" for x in layers if x.plan)
     if strategies:
         return f"Reckoned, not measured: the model is fastest in {layout!r} order, with {strategies}."
-    return (
-        f"By the tiles of the busiest ranks of a ring, {layout!r} is the cheapest. With --rate and --link, or on "
-        f"devices that were measured, the table compares times, of all strategies."
-    )
+    remedy = "--rate and --link" if device else "--device, or --rate and --link"
+    return f"Without rates, only tiles of a ring are compared, and {layout!r} has the fewest: for times, pass {remedy}."
