@@ -180,7 +180,7 @@ def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop(
 
 
 class TestLayers:
-    LAYERS = "--layers 5*window=1023,global"
+    LAYERS = "--layout contiguous --layers 5*window=1023,global"
 
     def test_the_table_has_what_explain_says_of_each_layer_with_its_fastest_strategy(self, capsys) -> None:
         found = told(capsys, f"--device h200 {self.LAYERS}")
@@ -204,10 +204,16 @@ class TestLayers:
         assert all(row["both passes"] is None for row in found["layers"])
         sums = {row["layout"]: row["tiles of a ring"] for row in found["layers"] if row["layers"] == "sum"}
         assert found["layout"] == min(sums, key=lambda layout: sums[layout])
+        for device, remedy in (("", "pass --device, or --rate"), ("--device h200 --ring 16", "pass --rate and")):
+            assert remedy in " ".join(said(capsys, f"{self.LAYERS} {device}")[1].split())
 
     def test_what_cannot_be_is_refused(self, capsys) -> None:
         status, _, err = said(capsys, f"--window 3,0 {self.LAYERS}")
         assert status == 2 and "--layers: is given with sliding_window" in err
-        with pytest.raises(SystemExit):
-            main(f"{CALL} --layers 5*local".split())
-        assert "got '5*local'" in capsys.readouterr().err
+        for words in ("--strategy ring", "--layout striped", "--full", "--compile", "--svg x.svg"):
+            status, out, err = said(capsys, f"{self.LAYERS} {words}")
+            assert status == 2 and not out and f"--layers: is given with {words.split()[0]}. Leave" in err
+        for layers in ("5*local", "0*global"):
+            with pytest.raises(SystemExit):
+                main(f"{CALL} --layers {layers}".split())
+            assert f"got '{layers}', it needs" in capsys.readouterr().err

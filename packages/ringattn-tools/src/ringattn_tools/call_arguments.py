@@ -88,7 +88,7 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
         checks.scale: {"type": float, "metavar": "S"},
         checks.probability: {"type": float, "nargs": "?", "const": 0.1, "default": 0.0, "metavar": "P"},
         checks.precision: {"metavar": "|".join(checks.PRECISIONS)},
-        checks.strategy: {"default": "ring", "choices": STRATEGIES},
+        checks.strategy: {"choices": STRATEGIES},
     }
     for option in OPTIONS:
         how = kinds.get(option.check)

@@ -8,13 +8,15 @@ from typing import Any, Final, NamedTuple
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import LAYOUTS, pieces
 
-from . import plans
+from . import picture, plans
 from .abstract_call import AbstractCall
 from .analysis import analyse
 from .cost import Cost
 from .output import Bytes, Rows, Seconds, Title, show
 
 _OPTIONS: Final = {"window": "sliding_window", "chunk": "chunk_size"}
+_UNUSED: Final = ("strategy", "layout", "full", "compile", *picture.KINDS)
+"""Arguments that the table does not read."""
 
 
 class Kind(NamedTuple):
@@ -44,19 +46,24 @@ def parsed(text: str) -> tuple[Kind, ...]:
     for part in text.split(","):
         count, _, name = part.strip().rpartition("*")
         option, _, value = name.partition("=")
-        counted = count.isdigit() or not count
-        if not counted or not (name == "global" or (option in _OPTIONS and value.isdigit())):
-            raise argparse.ArgumentTypeError(f"got {part!r}, it needs COUNT*global, COUNT*window=W or COUNT*chunk=C")
+        counted = not count or (count.isdecimal() and int(count))
+        if not counted or not (name == "global" or (option in _OPTIONS and value.isdecimal())):
+            wanted = "COUNT*global, COUNT*window=W or COUNT*chunk=C, with a COUNT of at least 1"
+            raise argparse.ArgumentTypeError(f"got {part!r}, it needs {wanted}")
         given = (int(value), 0) if option == "window" else int(value or 0)
         kinds.append(Kind(int(count or 1), name, {_OPTIONS[option]: given} if value else {}))
     return tuple(kinds)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table of all layouts. Raises if the command line gives the masks of layers in two places."""
+    """Prints the table of all layouts. Raises for masks of layers in two places, and for arguments in `_UNUSED`."""
     for name in _OPTIONS.values():
         if getattr(arguments, name) is not None:
             raise InputError("--layers", f"is given with {name}", "Say in --layers which layers have it")
+    for name in _UNUSED:
+        if getattr(arguments, name) not in (None, False, "contiguous"):  # their defaults
+            remedy = f"Leave --{name} out: --layers compares all layouts and strategies, and prints nothing else"
+            raise InputError("--layers", f"is given with --{name}", remedy)
     named = [layout for layout in LAYOUTS if arguments.query[1] % (arguments.ring * pieces(layout)) == 0]
     layers = {layout: [_layer(arguments, layout, kind) for kind in arguments.layers] for layout in named}
     if not layers:
@@ -68,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"layers": rows, "layout": best}, indent=2))
     else:
         title = " and ".join(f"{kind.times} * {kind.name}" for kind in arguments.layers)
-        show(Title(f"{title}: one layout for all layers"), rows, _told(layers[best]))
+        show(Title(f"{title}: one layout for all layers"), rows, _told(layers[best], arguments.device))
     return 0
 
 
@@ -107,12 +114,10 @@ def _rows(layers: list[Layer], best: bool) -> Rows:
     return [*each, row("sum", None, layers)]
 
 
-def _told(layers: list[Layer]) -> str:
+def _told(layers: list[Layer], device: str | None) -> str:
     """Says why this layout is the best for the layers, and with which strategies."""
     layout, strategies = layers[0].layout, ", ".join(f"{x.plan.name} for {x.kind.name}" for x in layers if x.plan)
     if strategies:
         return f"Reckoned, not measured: the model is fastest in {layout!r} order, with {strategies}."
-    return (
-        f"By the tiles of the busiest ranks of a ring, {layout!r} is the cheapest. With --rate and --link, or on "
-        f"devices that were measured, the table compares times, of all strategies."
-    )
+    remedy = "--rate and --link" if device else "--device, or --rate and --link"
+    return f"Without rates, only tiles of a ring are compared, and {layout!r} has the fewest: for times, pass {remedy}."

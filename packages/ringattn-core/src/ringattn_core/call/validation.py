@@ -33,8 +33,9 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     call, sizes = fitted({"query": query, "key": key, "value": value}, given, ranks)
     if ranks is not None:
         return call
+    layout, said_by = (call.balance, "balance") if call.balance else (call.layout, "layout")
     for name, length in zip(("query", "key"), sizes.lengths, strict=True):
-        layouts.refuse_indivisible(name, length, call.balance or call.layout, sizes.lengths[0] // call.query.shape[1])
+        layouts.refuse_indivisible(name, length, layout, sizes.lengths[0] // call.query.shape[1], said_by)
     roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
     return dataclasses.replace(call.with_shared_gradients(roles), axis_name=call.axis_name or None)
 

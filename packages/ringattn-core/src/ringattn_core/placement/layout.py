@@ -29,12 +29,12 @@ def pieces(layout: str) -> int:
     return 2 if layout == "zigzag" else 1
 
 
-def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> None:
-    """Raises if a layout cannot split a sequence of this length into equal shards."""
+def refuse_indivisible(argument: str, length: int, layout: str, ranks: int, said_by: str = "layout") -> None:
+    """Raises if a layout, which the argument `said_by` names, cannot split a sequence of this length equally."""
     parts = ranks * pieces(layout)
     if length % parts:
         raise InputError(
-            "layout",
+            said_by,
             f"{layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {length}",
             f"Pad it to {-(-length // parts) * parts}",
         )

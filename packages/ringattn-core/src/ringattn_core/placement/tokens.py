@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..errors import InputError, MeshError
-from ..integers import whole
+from ..integers import INT32, as_int32, integers, whole
 from . import axes
 from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
@@ -100,9 +100,7 @@ def write_cache(
         mesh: The mesh over which the ring splits the global cache.
         layout: As in `decode_attention`.
     """
-    at = as_array("positions", positions)
-    if not jnp.issubdtype(at.dtype, jnp.integer):
-        raise InputError("positions", f"has dtype {at.dtype}", "Pass integers")
+    at = as_int32("positions", positions)
 
     def written(held: Any, x: Any) -> jax.Array:
         held, x = as_array("cache", held), as_array("new", x)
@@ -166,8 +164,9 @@ def layout_batch(
         fact = f"there are {len(tokens)}, which the {groups} ranks of mesh axes {rows} do not divide"
         raise InputError("rows", fact, "Pass a multiple, or batch_axis_name=() to leave rows whole")
     refuse_indivisible("tokens", tokens.shape[1], layout, ranks)
+    ids = integers("segment_ids", natural.get("segment_ids", np.zeros(tokens.shape, np.int32)), INT32)
     placed = {}
-    for name, x in (_derived(tokens, natural.get("segment_ids", np.zeros_like(tokens))) | natural).items():
+    for name, x in (_derived(tokens, ids) | natural).items():
         x = to_layout(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)), layout, ranks)
         placed[name] = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(rows, ring)), x.__getitem__)
     return placed
@@ -251,7 +250,7 @@ def _moved(ring: _Ring, x: jax.Array, ids: Any, places: tuple[int, ...], fill: f
     if ring.ranks > 1 and ring.layout != "striped" and farthest > run:
         fact = f"{farthest} is more than the {run} consecutive tokens that each of {ring.ranks} ranks holds"
         raise InputError(argument, fact, f"Pass at most {run}, or split the sequence over fewer ranks")
-    arrays = [x] if ids is None else [x, as_array("segment_ids", ids)]
+    arrays = [x] if ids is None else [x, as_int32("segment_ids", ids)]
     if ids is not None and arrays[1].shape != x.shape[:2]:
         raise InputError("segment_ids", f"has shape {arrays[1].shape}", f"Pass an id for each token, {x.shape[:2]}")
     return ring.run(_move, (places, fill), (True,) * len(arrays), *arrays)
