@@ -45,3 +45,12 @@ def test_the_readme_example_runs_as_it_is_pasted(tmp_path: Path):
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
     result = run(EIGHT_DEVICES + "\n".join(CODE.findall(page.read_text())), tmp_path)
     assert result.returncode == 0, f"{page}:\n{result.stdout}\n{result.stderr}"
+
+
+def test_the_pictures_of_the_backward_pass_are_those_of_its_kernel():
+    pytest.importorskip("triton")
+    import kernel_pictures
+
+    for name, draw in kernel_pictures.DRAWN.items():
+        path = kernel_pictures.path_of(name)
+        assert path.read_text() == draw(), f"{path.name} is stale. Run: python docs/kernel_pictures.py"
