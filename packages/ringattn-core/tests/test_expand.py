@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -120,6 +121,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a function of one argument": ({"expand": lambda x: mla(x, PARAMS)}, "expand: cannot be called: TypeError: "),
     "other tokens": (
         {"expand": lambda x, p: tuple(a[:, 1:] for a in mla(x, PARAMS))}, r"expand: returned \(\(2, 47, 4, 8\), "
+    ),
+    "an array of all tokens": (
+        {"expand": lambda x, p: tuple(a + np.ones((B, T, 1, 1), np.float32) for a in mla(x, p))},
+        r"expand: depends on the number of tokens: it fits B, S = \(2, 48\), but for \(4, 96\) it raises TypeError: "
+    ),
+    "a length of its own": (
+        {"expand": lambda x, p: tuple(a[:, :T] for a in mla(x, p))},
+        r"for \(4, 96\) it returned \(\(4, 48, 4, 8\), \(4, 48, 4, 8\)\)\. .*pass what differs by token in x"
+    ),
+    "a table of all tokens": (
+        {"expand": lambda x, p: tuple(a + np.ones((1, T, 1, 1), np.float32)[:, : a.shape[1]] for a in mla(x, p))},
+        r"for \(4, 96\) it raises TypeError: "
     ),
     "another dtype": (
         {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))},
