@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the examples compute over a ring what they compute on one device, and would say so if they did not."""
 
+import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,13 @@ ARCHITECTURES = sorted(path.stem for path in EXAMPLES.glob("cookbook/*.py") if p
 
 # XLA's optimiser takes most of the time of an example; sessions of nox pass more flags against it.
 UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+# With `expand`: the bytes of a token that travel at each hop, and those of its gradient.
+SENT = {
+    "deepseek": (4 * (12 + 8), 4 * (12 + 8)),  # the latent and the rotated key; keys and values have 4 * 8 * (24 + 16)
+    "gemma4": (4 * 2 * 32 + 4, 4 * 2 * 32),  # keys, which are the values too, and the position
+    "eight_bits": (2 * 4 * (16 + 4), 2 * 4 * 4),  # keys and values of one byte, and scales of four
+}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -57,6 +67,37 @@ def test_a_recipe_of_the_cookbook_gives_the_results_of_one_device(architecture: 
     result = run(f"cookbook/{architecture}.py")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "gradients equal those of one device" in result.stdout
+
+
+@pytest.mark.parametrize("architecture", SENT)
+def test_a_recipe_with_expand_sends_only_the_arrays_from_which_a_rank_computes_keys_and_values(architecture: str):
+    code = f"""
+import functools, json, sys
+sys.path[:0] = ["cookbook", "../packages/ringattn-core/tests"]
+import {architecture} as recipe
+import jax, one_device, rings
+mesh = rings.mesh_of(sp=4)
+place = jax.sharding.NamedSharding(mesh, jax.P(None, "sp"))
+shapes = one_device.BATCH, one_device.LENGTH, one_device.WIDTH
+x, positions = jax.ShapeDtypeStruct(shapes, "float32", sharding=place), jax.numpy.arange(one_device.LENGTH)[None]
+weights = {{name: jax.numpy.ones(shape) for name, shape in recipe.SHAPES.items()}}
+ring = {{"mesh": mesh, "axis_name": "sp", "layout": "zigzag"}}
+for compute in (recipe.layer, functools.partial(one_device.results, recipe.layer)):
+    print(json.dumps(rings.sent(functools.partial(compute, **ring), weights, x, positions)))
+"""
+    result = run("-c", code)
+    assert result.returncode == 0, result.stderr
+    forward, both = map(json.loads, result.stdout.splitlines())
+    keys, gradients = SENT[architecture]
+    hops, tokens = 3, 2 * 256 // 4
+    assert sum(map(size, forward)) == hops * tokens * keys, forward
+    assert sum(map(size, both)) == hops * tokens * (2 * keys + gradients), both
+
+
+def size(array: str) -> int:
+    """The bytes of an array of this type, such as `f32[2,64]`."""
+    bits, shape = re.findall(r"\d+|\[.*\]", array)
+    return int(bits) // 8 * math.prod(json.loads(shape))
 
 
 def test_a_recipe_with_another_mask_on_the_mesh_ends_with_status_1():

@@ -20,10 +20,11 @@ def project(weights: dict[str, jax.Array], x: jax.Array, *names: str) -> list[ja
     return [jnp.einsum("btc,cnh->btnh", unit(x), weights[name]) for name in names]
 
 
-def rope(x: jax.Array, positions: jax.Array, base: float = 500_000.0) -> jax.Array:
-    """Rotates `[B, T, N, H]` by the positions of its tokens, `[b, T]`, in float32."""
+def rope(x: jax.Array, positions: jax.Array, base: float = 500_000.0, turning: float = 1.0) -> jax.Array:
+    """Rotates this share of the pairs of `[B, T, N, H]` by the positions of its tokens, `[b, T]`, in float32."""
     half = x.shape[-1] // 2
-    angles = positions[..., None, None] * base ** (-jnp.arange(half) / half)
+    frequencies = base ** (-jnp.arange(half) / half) * (jnp.arange(half) < turning * half)
+    angles = positions[..., None, None] * frequencies
     cos, sin, first, second = jnp.cos(angles), jnp.sin(angles), x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 

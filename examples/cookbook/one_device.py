@@ -13,7 +13,6 @@ from ringattn_core import from_layout, to_layout
 
 jax.config.update("jax_num_cpu_devices", 8)
 BATCH, LENGTH, WIDTH = 2, 256, 32
-TOLERANCE = 1e-4
 
 
 def results(layers: Callable[..., jax.Array], weights: Any, x: jax.Array, positions: jax.Array, **ring: Any) -> Any:
@@ -32,6 +31,7 @@ def compare(
     shapes: Mapping[str, tuple[int, ...]],
     mesh: dict[str, int],
     layout: str,
+    tolerance: float = 1e-4,
     **ring: Any,
 ) -> None:
     """Ends with status 1 unless both results agree. `layers` is called with weights, input, positions and the ring."""
@@ -48,6 +48,6 @@ def compare(
 
     pairs = list(zip(*map(jax.tree.leaves, (one, many)), strict=True))
     errors = [np.abs(got - want).max() / np.abs(want).max() for want, got in pairs]
-    if not max(errors) < TOLERANCE:
+    if not max(errors) < tolerance:
         sys.exit(f"the results on {mesh} differ from those of one device by {max(errors):.1e}")
     print(f"on {mesh}, the output and {len(pairs) - 1} gradients equal those of one device within {max(errors):.1e}")

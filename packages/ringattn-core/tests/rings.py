@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes, random operands and comparisons that many tests need."""
+"""Meshes, random operands, comparisons and the sends of compiled programs, which many tests need."""
 
+import re
 from typing import Any
 
 import jax
@@ -59,6 +60,12 @@ def in_order_of(layout: str, ranks: int, attend: Any) -> Any:
 def close(got: Any, wanted: Any, atol: float = 2e-5, rtol: float = 1e-7) -> None:
     """Asserts that two trees agree, leaf by leaf."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol), got, wanted)
+
+
+def sent(f: Any, *operands: Any) -> list[str]:
+    """The type of each array that the compiled program permutes or gathers, such as `f32[2,12,8]`, sorted."""
+    text = jax.jit(f).lower(*operands).compile().as_text() or ""
+    return sorted(re.findall(r"= (\S+?)\{\S* (?:collective-permute|all-gather)(?:-start)?\(", text))
 
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """With `expand`, what travels is not keys and values: results and gradients are those of expanding first."""
 
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import remat_policy, ring_attention
 from ringattn_core.errors import InputError
-from rings import close, graded, in_order_of, mesh_of
+from rings import close, graded, in_order_of, mesh_of, sent
 
 B, T, N, K, H, LATENT, ROPE = 2, 48, 4, 4, 8, 6, 2
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -83,10 +83,6 @@ def test_lengths_that_the_ring_does_not_divide_are_padded() -> None:
     close(got, ring_attention(query, *mla(x, PARAMS), causal=True))
 
 
-def sent(f: Any, *x: Any) -> list[str]:
-    return re.findall(r"= (\S+?)\{\S* collective-permute(?:-start)?\(", jax.jit(f).lower(*x).compile().as_text() or "")
-
-
 USES: dict[str, tuple[Any, Any, list[str]]] = {
     "multi-head latent attention": (X, mla, [f"f32[{B},12,{n}]" for n in (LATENT, ROPE)]),
     "keys that are the values": (QUERY, lambda x, _: (x, x), [f"f32[{B},12,{N},{H}]"]),
@@ -109,10 +105,10 @@ def test_only_the_arrays_in_place_of_keys_and_values_travel(name: str) -> None:
         options: dict[str, Any] = {"causal": True, "layout": "zigzag", "mesh": mesh, "axis_name": "sp"}
         return ring_attention(query, x, expand=expand, expand_params=params, **options)
 
-    assert sorted(sent(attend, *placed)) == sorted(3 * arrays)
+    assert sent(attend, *placed) == sorted(3 * arrays)
     gradients = jax.grad(lambda *a: jnp.sin(attend(*a)).sum(), (0, 1), allow_int=True)
     floats = [array for array in arrays if array.startswith("f32")]
-    assert sorted(sent(gradients, *placed)) == sorted(6 * arrays + 3 * floats)
+    assert sent(gradients, *placed) == sorted(6 * arrays + 3 * floats)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -120,6 +116,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a function of one argument": ({"expand": lambda x: mla(x, PARAMS)}, "expand: cannot be called: TypeError: "),
     "other tokens": (
         {"expand": lambda x, p: tuple(a[:, 1:] for a in mla(x, PARAMS))}, r"expand: returned \(\(2, 47, 4, 8\), "
+    ),
+    "an array of all tokens": (
+        {"expand": lambda x, p: tuple(a + np.ones((B, T, 1, 1), np.float32) for a in mla(x, p))},
+        r"expand: depends on the number of tokens: it fits B, S = \(2, 48\), but for \(4, 96\) it raises TypeError: "
+    ),
+    "a length of its own": (
+        {"expand": lambda x, p: tuple(a[:, :T] for a in mla(x, p))},
+        r"for \(4, 96\) it returned \(\(4, 48, 4, 8\), \(4, 48, 4, 8\)\)\. .*pass what differs by token in x"
+    ),
+    "a table of all tokens": (
+        {"expand": lambda x, p: tuple(a + np.ones((1, T, 1, 1), np.float32)[:, : a.shape[1]] for a in mla(x, p))},
+        r"for \(4, 96\) it raises TypeError: "
     ),
     "another dtype": (
         {"expand": lambda x, p: tuple(a.astype(jnp.bfloat16) for a in mla(x, PARAMS))},

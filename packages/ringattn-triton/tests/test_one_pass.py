@@ -17,6 +17,7 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
+from ringattn_triton.hopper import turn_order
 from ringattn_triton.hopper.backward_plan import PLANS, plan_of
 from ringattn_triton.launch.target import compiling_for
 from ringattn_triton.visited_tiles import TableShape
@@ -104,7 +105,7 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(
     upwards: int, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = make_block(1, 400, 400, heads=3, kv_heads=3, dim=64, dtype=HALF, causal=True)
-    monkeypatch.setattr(one_pass, "_heads_upwards", lambda *_: upwards)
+    monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
     monkeypatch.setattr(one_pass, "PROGRAMS", places)
     got = computed(block)
@@ -117,9 +118,9 @@ def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_th
     places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = make_block(1, 400, 800, heads=2, kv_heads=1, dim=64, dtype=HALF, causal=True)
-    monkeypatch.setattr(one_pass, "_heads_upwards", lambda *_: 0)
+    monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: 0)
     usual = computed(block)
-    monkeypatch.setattr(one_pass, "_abreast", lambda *_: 4)
+    monkeypatch.setattr(turn_order, "_abreast", lambda *_: 4)
     monkeypatch.setattr(one_pass, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
@@ -169,9 +170,9 @@ def test_folded_the_short_turns_of_some_heads_alternate_with_the_long_turns_of_t
 @pytest.mark.parametrize("places", [1, 3])
 def test_folded_turns_give_the_same_bits(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = make_block(1, 192, 192, heads=3, kv_heads=3, dim=136, dtype=HALF, causal=True)
-    monkeypatch.setattr(one_pass, "_heads_folded", lambda *_: 0)
+    monkeypatch.setattr(turn_order, "_heads_folded", lambda *_: 0)
     usual = computed(block)
-    monkeypatch.setattr(one_pass, "_heads_folded", lambda *_: 1)
+    monkeypatch.setattr(turn_order, "_heads_folded", lambda *_: 1)
     monkeypatch.setattr(one_pass, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
@@ -265,7 +266,7 @@ def test_as_many_wide_heads_without_a_mask_run_side_by_side_as_the_cache_holds(
     small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=dim, dtype=HALF)
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
-    assert plan is not None and one_pass._heads_in_order(constants, plan) == heads
+    assert plan is not None and turn_order._heads_in_order(constants, plan) == heads
 
 
 @pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16)])
@@ -276,7 +277,7 @@ def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, hea
     ).constants
     constants = dataclasses.replace(constants, q_length=32768, kv_length=32768)
     plan = plan_of(constants)
-    assert plan is not None and one_pass._heads_in_order(constants, plan) == heads
+    assert plan is not None and turn_order._heads_in_order(constants, plan) == heads
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
-    assert plan is not None and one_pass._heads_upwards(constants, plan) == heads
+    assert plan is not None and turn_order._heads_upwards(constants, plan) == heads
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_long_turns_of_large_groups_begin_together(
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
-    assert plan is not None and one_pass._abreast(constants, plan) == abreast
+    assert plan is not None and turn_order._abreast(constants, plan) == abreast
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_turns_of_wide_heads_are_folded_where_the_cache_holds_enough_heads(
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
-    assert plan is not None and one_pass._heads_folded(constants, plan) == heads
+    assert plan is not None and turn_order._heads_folded(constants, plan) == heads
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_under_a_window_a_turn_visits_all_tiles_for_a_head_before_the_next_head(
     mask: dict[str, Any], inside: bool
 ) -> None:
     block = make_block(1, 128, 128, heads=2, kv_heads=1, dim=128, dtype=HALF, **mask)
-    assert one_pass._heads_inside(block, kernel_inputs.of_block(block).constants) is inside
+    assert turn_order._heads_inside(block, kernel_inputs.of_block(block).constants) is inside
 
 
 def within_budget(block: Block, beside: str) -> dict[str, Report]:

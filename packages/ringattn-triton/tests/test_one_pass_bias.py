@@ -33,7 +33,7 @@ def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass, "PROGRAMS", 3)
     monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 0)
     monkeypatch.setattr(one_pass.bias_gradient, "MOST_STRIPS", 99)
-    monkeypatch.setattr(one_pass, "_enough_heads", lambda *_: False)
+    monkeypatch.setattr(one_pass.turn_order, "enough_heads", lambda *_: False)
 
 
 def equal(got: Gradients, want: Gradients) -> None:

@@ -54,20 +54,42 @@ def _differentiable(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _refuse_wrong_result(function: Any, x: Any, params: Any, tokens: tuple[int, ...]) -> None:
-    """Raises unless `function(x, params)` is a pair of arrays over `tokens`, and reads no other traced array."""
+def _refuse_wrong_result(function: Any, x: Any, params: Any, tokens: tuple[int, int]) -> None:
+    """Raises unless `function(x, params)` is a pair of arrays over `tokens`, and reads no other traced array.
+
+    A rank calls `function` with the rows that arrive, so it is also traced with twice as many tokens. A length that it
+    does not take from `x` would be a shape error inside the ring, or silently give a token what belongs to another.
+    """
     remedy = "It needs (x, expand_params) -> (key, value), with axes [B, S, K, H] and [B, S, K, Hv]"
     try:
         program, result = jax.make_jaxpr(function, return_shape=True)(x, params)
     except RingAttnError:
         raise
     except Exception as error:
-        raise InputError("expand", f"cannot be called: {in_one_line(error)}", remedy) from error
-    shapes = [getattr(part, "shape", None) for part in result] if isinstance(result, (tuple, list)) else []
-    if len(shapes) != 2 or any(shape is None or len(shape) != 4 or shape[:2] != tokens for shape in shapes):
+        raise InputError("expand", f"cannot be called: {in_one_line(error).rstrip('.')}", remedy) from error
+    if not _is_pair_over(tokens, result):
         fact = f"returned {jax.tree.map(lambda part: part.shape, result)} for B, S = {tokens}"
         raise InputError("expand", fact, remedy)
     for constant in program.consts:
         if isinstance(constant, jax.core.Tracer):
             fact = f"reads a traced array of shape {constant.shape} that is not an argument"
             raise InputError("expand", fact, "Pass it in expand_params, so that the ring can differentiate it")
+    twice = (2 * tokens[0], 2 * tokens[1])
+    fact = f"depends on the number of tokens: it fits B, S = {tokens}, but for {twice} it "
+    remedy = "A rank calls it with the tokens that arrive. Compute each by itself, and pass what differs by token in x"
+    try:
+        result = jax.eval_shape(function, jax.tree.map(lambda leaf: _of_tokens(leaf, twice), x), params)
+    except Exception as error:
+        raise InputError("expand", f"{fact}raises {in_one_line(error).rstrip('.')}", remedy) from error
+    if not _is_pair_over(twice, result):
+        raise InputError("expand", f"{fact}returned {jax.tree.map(lambda part: part.shape, result)}", remedy)
+
+
+def _is_pair_over(tokens: tuple[int, int], result: Any) -> bool:
+    shapes = [getattr(part, "shape", None) for part in result] if isinstance(result, (tuple, list)) else []
+    return len(shapes) == 2 and all(shape and len(shape) == 4 and shape[:2] == tokens for shape in shapes)
+
+
+def _of_tokens(leaf: Any, tokens: tuple[int, int]) -> Any:
+    """The type of `leaf` with other numbers of tokens; its sharding stays."""
+    return jax.typeof(leaf).update(shape=(*tokens, *leaf.shape[2:]), weak_type=False)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order the one-pass backward kernel takes its turns, and how many key heads run side by side.
+
+Nothing but the time depends on these rules, except for the order in which turns add to dq. Each rule has the
+measurement that it rests on, of the kernel or of a call with gradients, over the same without the rule.
+"""
+
+import dataclasses
+import math
+from typing import Final
+
+from ringattn_core.contract.protocol import Block
+
+from ..kernel_inputs import BlockConstants, power_of_two
+from .backward_plan import BackwardPlan
+from .schedules import PROGRAMS
+
+_TOGETHER: Final = 512
+"""Where turns do not wait for each other, as few key heads run side by side as have this many turns (key tiles) in all:
+their queries stay in the cache."""
+_TOGETHER_IN_ORDER: Final = 16
+"""The most key heads whose turns run side by side where turns wait for each other. With the value 64, a batch of 8
+rows of 2k tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads."""
+_WIDE_TOGETHER_IN_ORDER: Final = 4
+"""`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long under a mask."""
+_IN_CACHE: Final = 2**25
+"""The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Turns that
+go upwards then take 0.93 to 0.98 of the time that they take downwards, with twice as many bytes 1.03."""
+_ABREAST: Final = 16
+"""The most neighbouring key tiles that begin together where `_abreast` allows it."""
+_APART: Final = 16
+"""The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
+turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
+_FOLDED_APART: Final = 1.9
+"""How many steps apart folded turns of a head begin, at least. With half as many they wait for each other: a call with
+gradients and heads of 192 or 256 takes 1.04 to 1.1 times as long as without folding, not 0.95."""
+_LONG: Final = 16
+"""The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
+1.5 steps after the one before."""
+_WIDE_LONG: Final = 31
+"""`_LONG` for head sizes above 128, where turns begin farther apart."""
+_STEPS: Final = 8
+"""The least ratio of a turn's steps to the number of turns of its head that would run at once if all heads ran side by
+side. Below this ratio, turns wait too long for each other. At this ratio, under a causal mask, a simulation of the
+waits gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long."""
+_WIDE_STEPS: Final = 2
+"""`_STEPS` for head sizes above 128, where two passes take 2.2 times as long."""
+
+
+def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tuple[BackwardPlan, int, int]:
+    """The plan with the order of its turns, and the arguments `programs` and `heads` of `visited_tiles.table` for it.
+
+    A bias with a gradient needs launches for strips, each of which takes a few turns of each head.
+    """
+    in_strips = block.bias is not None and not block.bias_fixed
+    if not in_order(block, constants, plan):
+        return plan, _TOGETHER, constants.kv_heads
+    upwards = 0 if in_strips else _heads_upwards(constants, plan)
+    folded = _heads_folded(constants, plan)
+    heads = upwards or folded or _heads_in_order(constants, plan)
+    plan = dataclasses.replace(
+        plan,
+        ordered=True,
+        heads_inside=_heads_inside(block, constants),
+        upwards=upwards > 0,
+        folded=folded > 0,
+        abreast=1 if upwards or in_strips else _abreast(constants, plan),
+    )
+    return plan, heads * -(-constants.kv_length // plan.kv_tile), len(block.q) * constants.kv_heads
+
+
+def in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
+    """Whether turns add to dq in the order in which they are taken, so that every run gives the same bits.
+
+    They do if the caller wants the same bits, or if it is faster. On an H100, an ordered kernel takes 0.83 of the time
+    with 8 heads in a group, because turns share tiles in the cache. It takes 0.94 with 2k tokens and 0.92 with
+    documents (segment ids), because dq needs no zeros, and 1.02 with 16k tokens.
+    """
+    faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
+    return not block.rule.fused_backward or (faster and not plan.wide and enough_heads(block, constants, plan))
+
+
+def enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
+    """Whether enough heads run at once for turns to wait seldom. (A turn waits only for turns of the same head.)"""
+    least = -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // _steps_of_all(constants, plan))
+    return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
+
+
+def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many key heads have turns side by side where turns wait for each other.
+
+    The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
+    if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
+    together. With segment ids turns may be short, and short turns of few heads wait for each other, while one long
+    document takes the same time with any number of heads: so as many run side by side as may. Turns of wide heads
+    that see all keys get out of step, so no more heads run side by side than the cache holds, but enough for every
+    program to have a turn. With 2 heads of 192, not 4 (8k tokens), the backward pass takes 0.81 of the time (H100).
+    """
+    most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
+    if constants.segments and not plan.wide:
+        return most
+    turns = -(-constants.kv_length // plan.kv_tile)
+    if plan.wide and not (constants.above or constants.below or constants.segments or constants.masks):
+        most = min(most, max(-(-PROGRAMS // turns), _IN_CACHE // _bytes_of_head(constants)))
+    return min(most, max(2 * PROGRAMS // turns, long * PROGRAMS // _steps_of_all(constants, plan), 1))
+
+
+def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many key heads run side by side if turns go upwards (`backward_turns.steps_of`); 0 if they must not.
+
+    It is the least power of two that gives every program a turn. It is 0 if the cache does not hold the heads' queries,
+    dout and dq (`_IN_CACHE`), for head sizes above 128, where it takes too long to add to dq, and with segment ids,
+    where turns may be short.
+    """
+    heads = power_of_two(-(-PROGRAMS // -(-constants.kv_length // plan.kv_tile)))
+    cached = heads * _bytes_of_head(constants) <= _IN_CACHE
+    return 0 if plan.wide or constants.segments or not cached else heads
+
+
+def _bytes_of_head(constants: BlockConstants) -> int:
+    """How many bytes the queries, dout and dq (in float32) of a key head have."""
+    return 8 * constants.group * constants.q_length * constants.padded_head_dim
+
+
+def _heads_folded(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many key heads run side by side if turns are folded (`backward_turns.take_turn`); 0 if they must not be.
+
+    Turns of a head then begin `heads * steps / PROGRAMS` steps apart, where `steps` is the number of steps of its first
+    turn. It is the least power of two that makes this enough, and 0 if the cache does not hold so many heads. Heads up
+    to 128 lose up to 5% if folded, because they hand tiles of dq over faster, and go upwards.
+    """
+    heads = power_of_two(math.ceil(_FOLDED_APART * PROGRAMS / _steps_of_all(constants, plan)))
+    cached = heads * _bytes_of_head(constants) <= _IN_CACHE
+    return heads if plan.wide and cached and _causal_alone(constants) else 0
+
+
+def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
+
+    Under a causal mask, turns that begin together end one after another, and the turns after them would begin as far
+    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. If the 32nd part
+    of a head's turns begins together, a call with gradients takes 0.94 to 0.98 of the time (H200). If twice as many do,
+    it takes up to 1.04 times as long, because the first of them waits for the last. Heads above 128 gain nothing.
+    """
+    apart = constants.group * plan.kv_tile // plan.q_tile
+    gains = apart >= _APART and _causal_alone(constants) and not (plan.wide or constants.by_head)
+    return min(max(constants.kv_length // plan.kv_tile // 32, 1), _ABREAST) if gains else 1
+
+
+def _causal_alone(constants: BlockConstants) -> bool:
+    """Whether the mask is causal and nothing else: each turn is shorter than the one before by the same steps."""
+    return constants.above and not (constants.below or constants.segments or constants.masks)
+
+
+def _heads_inside(block: Block, constants: BlockConstants) -> bool:
+    """Whether an ordered turn visits a query tile for all heads of its group before the next tile.
+
+    If not, it visits all tiles for a head, and then for the next head. Turns of one key head visit different numbers of
+    tiles. With all tiles for a head first, they are soon at different heads, and share no tiles in the cache: with
+    8 heads in a group the kernel takes 1.13 times as long. But under a sliding window, turns that run at once are at
+    different tiles anyway, as far apart as their keys, and the cache does not hold these tiles for all heads: one head
+    at a time, a call with gradients takes 0.73 to 1.02 of the time. Options that depend on the head are read once for
+    each head, so that heads come one at a time there, too.
+    """
+    left, _ = block.rule.sliding_window or (None, None)
+    return left is None and not constants.by_head
+
+
+def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """The number of steps of a turn that sees all queries, over all query heads of its group."""
+    return -(-constants.q_length // plan.q_tile) * constants.group
