@@ -22,7 +22,7 @@ from ringattn_core import ring_attention
 SIZE, ROTATED, LATENT = 128, 64, 512
 
 
-def heads(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def key_and_value(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Keys and values of all heads, of the tokens in `x`, whose last numbers are the rotated key."""
     key, value = (jnp.einsum("btc,cnh->btnh", x[..., :LATENT], each) for each in weights)
     rotated = jnp.broadcast_to(x[:, :, None, LATENT:], (*key.shape[:3], ROTATED))
@@ -34,10 +34,10 @@ def attends(mesh: Mesh, backend: str) -> dict[str, Any]:
     ring = {"causal": True, "layout": "zigzag", "mesh": mesh, "axis_name": "sp", "backend": backend}
 
     def expand(query: jax.Array, x: jax.Array, *weights: jax.Array) -> jax.Array:
-        return ring_attention(query, x, expand=heads, expand_params=weights, **ring)
+        return ring_attention(query, x, expand=key_and_value, expand_params=weights, **ring)
 
     def whole(query: jax.Array, x: jax.Array, *weights: jax.Array) -> jax.Array:
-        return ring_attention(query, *heads(x, weights), **ring)
+        return ring_attention(query, *key_and_value(x, weights), **ring)
 
     return {"expand": expand, "whole": whole}
 

@@ -20,8 +20,7 @@ from ringattn_core import ring_attention, to_layout
 
 PLANS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
     "contiguous, auto": ({"strategy": "auto"}, {"strategy": "auto"}),
-    "contiguous, ring": ({}, {}),
-    "contiguous, ring, balanced": ({}, {"balance": "zigzag"}),
+    "contiguous, ring": ({}, {"balance": "zigzag"}),
     "contiguous, ulysses": ({"strategy": "ulysses"}, {"strategy": "ulysses"}),
     "zigzag, ring": ({}, {}),
     "striped, ring": ({}, {}),
@@ -51,9 +50,10 @@ def candidates(asked: argparse.Namespace, tokens: int, window: int | None) -> di
     place = NamedSharding(mesh, PartitionSpec(None, "sp"))
     found = {}
     for name in asked.plans:
-        options = PLANS[name][window is None]
-        if asked.documents is None or "balance" not in options:
-            found[name] = Candidate(layer(asked, mesh, name.split(",")[0], window, options), place, tokens)
+        options = dict(PLANS[name][window is None])
+        if asked.documents is not None:
+            options.pop("balance", None)  # the order of the documents balances the ranks
+        found[name] = Candidate(layer(asked, mesh, name.split(",")[0], window, options), place, tokens)
     return found
 
 

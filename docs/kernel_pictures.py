@@ -126,13 +126,15 @@ def schedule() -> str:
     left, height, panel = 84, 17, 72
     pairs = (
         (PLANS[128], "heads up to 128", ("downwards", "upwards")),
-        (PLANS[192], "heads above 128", ("downwards", "folded")),
+        (PLANS[192], "heads above 128", ("downwards", "interleaved")),
     )
     canvas = Canvas(4 * panel + 26)
     top = 16
     for plan, sizes, names in pairs:
         both = [
-            causal_turns(dataclasses.replace(plan, upwards=name == "upwards", folded=name == "folded"), 6, 4, 3)
+            causal_turns(
+                dataclasses.replace(plan, upwards=name == "upwards", interleaved=name == "interleaved"), 6, 4, 3
+            )
             for name in names
         ]
         scale = (WIDTH - 8 - left) / max(turn.ended for turns in both for turn in turns)

@@ -28,13 +28,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ADDITION: Final = 1.5
-"""How many steps after a turn begins to add to a tile of dq the next turn may."""
+"""How many steps after a turn has begun to add to a tile of dq the next turn may begin to."""
 
 
 class Step(NamedTuple):
-    """A query tile that a turn visits. `rank` turns add to its dq before this turn, which adds at time `added`.
+    """A query tile that a turn visits. `rank` turns add to its dq before this turn, which begins to add at time
+    `added`.
 
-    The step takes the time from `begun` to `ended`: 1, and more where it waits until dq of the step before is added.
+    The step takes the time from `begun` to `ended`: 1, and more where the addition of the step before begins later.
     """
 
     tile: int

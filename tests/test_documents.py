@@ -47,7 +47,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
     assert result.returncode == 0, f"{page}:\n{result.stdout}\n{result.stderr}"
 
 
-def test_the_pictures_of_the_backward_pass_are_those_of_its_kernel():
+def test_the_pictures_of_the_backward_pass_are_up_to_date():
     pytest.importorskip("triton")
     import kernel_pictures
 

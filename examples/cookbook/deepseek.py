@@ -12,7 +12,7 @@ SHAPES = {"query": (WIDTH, HEADS, SIZE + ROTATED), "down": (WIDTH, LATENT + ROTA
 SHAPES |= {"key": (LATENT, HEADS, SIZE), "value": (LATENT, HEADS, SIZE), "out": (HEADS, SIZE, WIDTH)}
 
 
-def heads(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def key_and_value(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Keys and values of all heads, of the tokens that are on this rank."""
     key, value = project(weights, x[..., :LATENT], "key", "value")
     # All heads share the rotated part of their keys.
@@ -28,7 +28,7 @@ def layer(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array, **r
     # One array: XLA on GPUs sends two at a lower rate.
     latent = jnp.concatenate([down[..., :LATENT], rotated], -1)
     params = {name: weights[name] for name in ("key", "value")}
-    out = ring_attention(query, latent, causal=True, expand=heads, expand_params=params, **ring)
+    out = ring_attention(query, latent, causal=True, expand=key_and_value, expand_params=params, **ring)
     return x + jnp.einsum("btnh,nhc->btc", out, weights["out"])
 
 

@@ -119,7 +119,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an array of all tokens": (
         {"expand": lambda x, p: tuple(a + np.ones((B, T, 1, 1), np.float32) for a in mla(x, p))},
-        r"expand: depends on the number of tokens: it fits B, S = \(2, 48\), but for \(4, 96\) it raises TypeError: "
+        r"expand: depends on the number of rows or tokens: it fits B, S = \(2, 48\), "
+        r"but for \(4, 96\) it raises TypeError: "
     ),
     "a length of its own": (
         {"expand": lambda x, p: tuple(a[:, :T] for a in mla(x, p))},

@@ -50,7 +50,7 @@ def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
         (8, "striped", AxisType.Explicit),
     ],
 )
-def test_a_window_or_spans_of_each_row_are_two_calls_merged(ranks: int, layout: str, kind: AxisType) -> None:
+def test_a_window_and_the_spans_of_each_row_are_two_calls_merged(ranks: int, layout: str, kind: AxisType) -> None:
     """As docs/masks.md shows it: spans are traced and differ between rows. A row of padding sees nothing in both calls.
 
     The first call sees the window, the second the later tokens of the query's span.

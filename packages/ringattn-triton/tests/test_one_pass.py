@@ -160,19 +160,19 @@ def test_a_turn_begins_after_a_while_where_nobody_takes_its_neighbour() -> None:
         (4, 1, 1, [0, 1, 2, 3]),
     ],
 )
-def test_folded_the_short_turns_of_some_heads_alternate_with_the_long_turns_of_the_next(
+def test_interleaved_the_short_turns_of_some_heads_alternate_with_the_long_turns_of_the_next(
     rows: int, together: int, heads: int, order: list[int]
 ) -> None:
-    given = turns_given_out(alone=True, rows=rows, together=together, heads=heads, folded=True)
+    given = turns_given_out(alone=True, rows=rows, together=together, heads=heads, interleaved=True)
     np.testing.assert_array_equal(np.argsort(given), order)
 
 
 @pytest.mark.parametrize("places", [1, 3])
-def test_folded_turns_give_the_same_bits(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaved_turns_give_the_same_bits(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = make_block(1, 192, 192, heads=3, kv_heads=3, dim=136, dtype=HALF, causal=True)
-    monkeypatch.setattr(turn_order, "_heads_folded", lambda *_: 0)
+    monkeypatch.setattr(turn_order, "_heads_interleaved", lambda *_: 0)
     usual = computed(block)
-    monkeypatch.setattr(turn_order, "_heads_folded", lambda *_: 1)
+    monkeypatch.setattr(turn_order, "_heads_interleaved", lambda *_: 1)
     monkeypatch.setattr(one_pass, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
@@ -342,13 +342,13 @@ def test_long_turns_of_large_groups_begin_together(
         ("causal", 128, 8192, 1, 0),
     ],
 )
-def test_turns_of_wide_heads_are_folded_where_the_cache_holds_enough_heads(
+def test_turns_of_wide_heads_are_interleaved_where_the_cache_holds_enough_heads(
     option: str, dim: int, tokens: int, group: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plan_of(constants)
-    assert plan is not None and turn_order._heads_folded(constants, plan) == heads
+    assert plan is not None and turn_order._heads_interleaved(constants, plan) == heads
 
 
 @pytest.mark.parametrize(
@@ -365,6 +365,40 @@ def test_under_a_window_a_turn_visits_all_tiles_for_a_head_before_the_next_head(
 ) -> None:
     block = make_block(1, 128, 128, heads=2, kv_heads=1, dim=128, dtype=HALF, **mask)
     assert turn_order._heads_inside(block, kernel_inputs.of_block(block).constants) is inside
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens", "group", "fields", "differs", "heads"),
+    [
+        (192, 8192, 1, {"causal": True}, {"interleaved": True, "heads_inside": True}, 2),
+        (128, 8192, 1, {"causal": True}, {"upwards": True, "heads_inside": True}, 4),
+        (128, 16384, 16, {"causal": True}, {"abreast": 4, "heads_inside": True}, 2),
+        (128, 16384, 16, {"sliding_window": (1024, 0)}, {}, 2),
+    ],
+)
+def test_a_plan_gets_the_order_that_the_rules_choose(
+    dim: int, tokens: int, group: int, fields: dict[str, Any], differs: dict[str, Any], heads: int
+) -> None:
+    block = make_block(1, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
+    constants = dataclasses.replace(kernel_inputs.of_block(block).constants, q_length=tokens, kv_length=tokens)
+    plan = plan_of(constants)
+    assert plan is not None
+    arranged, turns, _ = turn_order.arranged(plan, block, constants)
+    assert arranged == dataclasses.replace(plan, ordered=True, **differs)
+    assert turns == heads * tokens // plan.kv_tile
+
+
+def test_turns_in_strips_neither_go_upwards_nor_wait_for_their_neighbours() -> None:
+    block = make_block(
+        1, 128, 128, heads=16, kv_heads=1, dim=128, dtype=HALF, causal=True, bias=np.zeros((1, 1, 128, 128))
+    )
+    constants = kernel_inputs.of_block(block).constants
+    plan = plan_of(constants)
+    assert plan is not None
+    for tokens in (1024, 16384):
+        constants = dataclasses.replace(constants, q_length=tokens, kv_length=tokens)
+        arranged, _, _ = turn_order.arranged(plan, block, constants)
+        assert arranged == dataclasses.replace(plan, ordered=True, heads_inside=True)
 
 
 def within_budget(block: Block, beside: str) -> dict[str, Report]:

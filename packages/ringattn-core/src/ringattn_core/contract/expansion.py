@@ -57,8 +57,8 @@ def _differentiable(x: jax.Array) -> bool:
 def _refuse_wrong_result(function: Any, x: Any, params: Any, tokens: tuple[int, int]) -> None:
     """Raises unless `function(x, params)` is a pair of arrays over `tokens`, and reads no other traced array.
 
-    A rank calls `function` with the rows that arrive, so it is also traced with twice as many tokens. A length that it
-    does not take from `x` would be a shape error inside the ring, or silently give a token what belongs to another.
+    A rank calls `function` with the tokens that arrive, so it is traced a second time with twice as many rows and
+    tokens: a size that it fixes would fail inside the ring.
     """
     remedy = "It needs (x, expand_params) -> (key, value), with axes [B, S, K, H] and [B, S, K, Hv]"
     try:
@@ -75,10 +75,12 @@ def _refuse_wrong_result(function: Any, x: Any, params: Any, tokens: tuple[int, 
             fact = f"reads a traced array of shape {constant.shape} that is not an argument"
             raise InputError("expand", fact, "Pass it in expand_params, so that the ring can differentiate it")
     twice = (2 * tokens[0], 2 * tokens[1])
-    fact = f"depends on the number of tokens: it fits B, S = {tokens}, but for {twice} it "
+    fact = f"depends on the number of rows or tokens: it fits B, S = {tokens}, but for {twice} it "
     remedy = "A rank calls it with the tokens that arrive. Compute each by itself, and pass what differs by token in x"
     try:
         result = jax.eval_shape(function, jax.tree.map(lambda leaf: _of_tokens(leaf, twice), x), params)
+    except RingAttnError:
+        raise
     except Exception as error:
         raise InputError("expand", f"{fact}raises {in_one_line(error).rstrip('.')}", remedy) from error
     if not _is_pair_over(twice, result):

@@ -113,9 +113,10 @@ def write_cache(
             raise InputError("positions", fact, "Pass [B, T] or [T]")
         return ring.run(_write, (), (True, False, False), held, x, jnp.broadcast_to(at, x.shape[:2]))
 
-    held, given = jax.tree.structure(cache), jax.tree.structure(new)
-    if held != given:
-        raise InputError("new", f"is the pytree {given}, and the cache {held}", "Pass an array for each of the cache's")
+    of_cache, of_new = jax.tree.structure(cache), jax.tree.structure(new)
+    if of_cache != of_new:
+        fact = f"is the pytree {of_new}, and the cache {of_cache}"
+        raise InputError("new", fact, "Pass one new array for each array of the cache")
     return jax.tree.map(written, cache, new)
 
 

@@ -60,7 +60,7 @@ def backward(
 ) -> Gradients:
     """The gradients of a block that the kernel takes. The dq that it returns includes `dq` (`None`: zero).
 
-    Every run gives the same bits unless `rule.fused_backward` is set; see `turn_order.in_order`.
+    Every run gives the same bits unless `rule.fused_backward` is set; see `turn_order.arranged`.
     """
     from .dq_order import finish_dq
 

@@ -16,12 +16,12 @@ class BackwardPlan:
     computes both, for half of the keys. `masked`: some tiles may need a mask. `ordered`: turns add to dq in the order
     in which they are taken, so that every run gives the same bits. `heads_inside`: a turn visits a query tile for all
     heads of its group before the next tile, not all tiles for a head first. `upwards`: all but the heads that run last
-    take the turns of their last keys first (`backward_turns.steps_of`). `folded`: short turns of some heads are taken
-    between the long turns of the next heads, and `abreast`: turns of so many neighbouring key tiles of a head begin
-    together (`backward_turns.take_turn`). `of_queries`: which numbers a step reads of each query
-    besides lse and delta, as options and masks need them: "distance" from the first query of the tile, "position",
-    "segment". `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and
-    stores no ds.
+    take the turns of their last keys first (`backward_turns.steps_of`). `interleaved`: short turns of some heads are
+    taken between the long turns of the next heads. `abreast`: how many neighbouring key tiles of a head begin together.
+    (`backward_turns.take_turn` explains both.) `of_queries`: which numbers a step reads of each query besides lse and
+    delta, as options and masks need them: "distance" from the first query of the tile, "position", "segment".
+    `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no
+    ds.
     """
 
     q_tile: int
@@ -30,7 +30,7 @@ class BackwardPlan:
     ordered: bool = False
     heads_inside: bool = False
     upwards: bool = False
-    folded: bool = False
+    interleaved: bool = False
     abreast: int = 1
     of_queries: tuple[str, ...] = ()
     strip_rows: int = 0

@@ -192,8 +192,8 @@ def add_dq(
     consumers up. The counter must be raised with release semantics: without it, bits differed in 5 of 20 runs.
 
     No turn waits for ever. A turn's rank at a tile follows the order in which running programs take the turns of a
-    head. So a turn waits only for turns that a running program has begun. Of the turns that are not done, the one that
-    was taken first waits for none. This holds however many programs run at the same time.
+    head. So a turn adds after turns that a running program has taken. Of the turns that are not done, the one that was
+    taken first waits for none, except for a while in `take_turn`. This holds however many programs run at a time.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.tile_loop import full_tile, masked_tile, visit
 
 _PATIENCE = gl.constexpr(2000)
-"""How often a program that has taken a turn looks whether the turn's neighbours are taken: for 1 to 2 ms in all."""
+"""The most looks at the counter of a program that waits for its neighbours' turns to be taken: 1 to 2 ms in all."""
 
 
 class Turns(NamedTuple):
@@ -54,14 +54,15 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     turns, in the same order. If turns go upwards, it is mapped to the numbers of the heads that run side by side in
     reverse, so that their last keys come first.
 
-    If turns are folded, the first half of the turns of some heads is followed by their second half, which alternates
-    with the first half of the turns of the next heads. Under a causal mask, the first turns are long, and the last ones
-    short: unfolded, all turns of the next heads would begin at once, and each wait for the one before. Folded, they
-    begin some steps apart.
+    If turns are interleaved, the second half of the turns of some heads alternates with the first half of the turns of
+    the next heads: of 4 turns of heads A and B, A0 A1 A2 B0 A3 B1 B2 B3. Under a causal mask the first turns of a head
+    are long and the last ones short. In their own order, all turns of the next heads would begin at once, and each
+    would wait for the one before; interleaved, they begin some steps apart.
 
     If `PLAN.abreast` is above 1, the program then waits until other programs have taken the turns of the neighbouring
-    key tiles, so that these turns visit each query tile one after another while it is in the cache. Nothing but the
-    time depends on this wait. It ends after `_PATIENCE` looks: where few programs run, nobody may take those turns.
+    key tiles (the last of a head may wait for the first of the next), so that these turns visit each query tile one
+    after another while it is in the cache. Nothing but the time depends on this wait. It ends after `_PATIENCE` looks:
+    where few programs run, nobody may take those turns.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.abreast > 1:
@@ -81,14 +82,14 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     elif PLAN.upwards:
         SIZE: gl.constexpr = T.rows * T.together
         turn = gl.where(goes_upwards(turn, turns, T, PLAN), (turn // SIZE * 2 + 1) * SIZE - 1 - turn, turn)
-    elif PLAN.folded:
+    elif PLAN.interleaved:
         SIZE: gl.constexpr = T.rows * T.together
         HALF: gl.constexpr = T.rows // 2 * T.together
         rest = gl.maximum(turn - HALF, 0)
         pair = rest % SIZE // T.together
         short = rest // SIZE * SIZE + HALF + pair // 2 * T.together + rest % T.together
-        folded = gl.where(pair % 2 == 0, short, short - HALF + SIZE)
-        turn = gl.where((turn < HALF) | (turn >= turns.count - SIZE + HALF), turn, folded)
+        interleaved = gl.where(pair % 2 == 0, short, short - HALF + SIZE)
+        turn = gl.where((turn < HALF) | (turn >= turns.count - SIZE + HALF), turn, interleaved)
     return turn
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order the one-pass backward kernel takes its turns, and how many key heads run side by side.
 
-Nothing but the time depends on these rules, except for the order in which turns add to dq. Each rule has the
-measurement that it rests on, of the kernel or of a call with gradients, over the same without the rule.
+These rules change the time, and the order of sums: of turns that add to dq, and of the steps of a turn that add to dk
+and dv. Figures are times with a rule over times without it, of the kernel unless said.
 """
 
 import dataclasses
@@ -24,16 +24,17 @@ rows of 2k tokens takes 1.3 times as long as with 16, because the cache does not
 _WIDE_TOGETHER_IN_ORDER: Final = 4
 """`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long under a mask."""
 _IN_CACHE: Final = 2**25
-"""The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Turns that
-go upwards then take 0.93 to 0.98 of the time that they take downwards, with twice as many bytes 1.03."""
+"""The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Up to this
+size, turns that go upwards take 0.93 to 0.98 of the time that they take downwards, at twice the size 1.03."""
 _ABREAST: Final = 16
 """The most neighbouring key tiles that begin together where `_abreast` allows it."""
 _APART: Final = 16
 """The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
 turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
-_FOLDED_APART: Final = 1.9
-"""How many steps apart folded turns of a head begin, at least. With half as many they wait for each other: a call with
-gradients and heads of 192 or 256 takes 1.04 to 1.1 times as long as without folding, not 0.95."""
+_INTERLEAVED_APART: Final = 1.9
+"""How many steps apart interleaved turns of a head begin, at least. A call with gradients then takes 0.69 to 0.95 of
+the time (heads of 192 and 256, 2k to 8k tokens); with half as many steps, 1.04 to 1.1, because turns wait for each
+other."""
 _LONG: Final = 16
 """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
 1.5 steps after the one before."""
@@ -50,26 +51,27 @@ _WIDE_STEPS: Final = 2
 def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tuple[BackwardPlan, int, int]:
     """The plan with the order of its turns, and the arguments `programs` and `heads` of `visited_tiles.table` for it.
 
-    A bias with a gradient needs launches for strips, each of which takes a few turns of each head.
+    A bias with a gradient needs launches for strips, each of which takes a few turns of each head. Such turns do not go
+    upwards, and do not wait for their neighbours.
     """
     in_strips = block.bias is not None and not block.bias_fixed
-    if not in_order(block, constants, plan):
+    if not _in_order(block, constants, plan):
         return plan, _TOGETHER, constants.kv_heads
     upwards = 0 if in_strips else _heads_upwards(constants, plan)
-    folded = _heads_folded(constants, plan)
-    heads = upwards or folded or _heads_in_order(constants, plan)
+    interleaved = _heads_interleaved(constants, plan)
+    heads = upwards or interleaved or _heads_in_order(constants, plan)
     plan = dataclasses.replace(
         plan,
         ordered=True,
         heads_inside=_heads_inside(block, constants),
         upwards=upwards > 0,
-        folded=folded > 0,
+        interleaved=interleaved > 0,
         abreast=1 if upwards or in_strips else _abreast(constants, plan),
     )
-    return plan, heads * -(-constants.kv_length // plan.kv_tile), len(block.q) * constants.kv_heads
+    return plan, heads * _turns_of_head(constants, plan), len(block.q) * constants.kv_heads
 
 
-def in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
+def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
     """Whether turns add to dq in the order in which they are taken, so that every run gives the same bits.
 
     They do if the caller wants the same bits, or if it is faster. On an H100, an ordered kernel takes 0.83 of the time
@@ -99,7 +101,7 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
     if constants.segments and not plan.wide:
         return most
-    turns = -(-constants.kv_length // plan.kv_tile)
+    turns = _turns_of_head(constants, plan)
     if plan.wide and not (constants.above or constants.below or constants.segments or constants.masks):
         most = min(most, max(-(-PROGRAMS // turns), _IN_CACHE // _bytes_of_head(constants)))
     return min(most, max(2 * PROGRAMS // turns, long * PROGRAMS // _steps_of_all(constants, plan), 1))
@@ -112,43 +114,38 @@ def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:
     dout and dq (`_IN_CACHE`), for head sizes above 128, where it takes too long to add to dq, and with segment ids,
     where turns may be short.
     """
-    heads = power_of_two(-(-PROGRAMS // -(-constants.kv_length // plan.kv_tile)))
-    cached = heads * _bytes_of_head(constants) <= _IN_CACHE
-    return 0 if plan.wide or constants.segments or not cached else heads
+    heads = power_of_two(-(-PROGRAMS // _turns_of_head(constants, plan)))
+    return 0 if plan.wide or constants.segments or not _cached(heads, constants) else heads
 
 
-def _bytes_of_head(constants: BlockConstants) -> int:
-    """How many bytes the queries, dout and dq (in float32) of a key head have."""
-    return 8 * constants.group * constants.q_length * constants.padded_head_dim
-
-
-def _heads_folded(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many key heads run side by side if turns are folded (`backward_turns.take_turn`); 0 if they must not be.
+def _heads_interleaved(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many key heads run side by side if turns are interleaved (`backward_turns.take_turn`); 0 if they must not be.
 
     Turns of a head then begin `heads * steps / PROGRAMS` steps apart, where `steps` is the number of steps of its first
-    turn. It is the least power of two that makes this enough, and 0 if the cache does not hold so many heads. Heads up
-    to 128 lose up to 5% if folded, because they hand tiles of dq over faster, and go upwards.
+    turn. It is the least power of two that makes this enough, and 0 if the cache does not hold so many heads. (Fewer
+    run side by side, interleaved or not, if their number does not divide by it.) Heads up to 128 hand tiles of dq over
+    faster: interleaved, they take up to 1.05 times as long as upwards.
     """
-    heads = power_of_two(math.ceil(_FOLDED_APART * PROGRAMS / _steps_of_all(constants, plan)))
-    cached = heads * _bytes_of_head(constants) <= _IN_CACHE
-    return heads if plan.wide and cached and _causal_alone(constants) else 0
+    heads = power_of_two(math.ceil(_INTERLEAVED_APART * PROGRAMS / _steps_of_all(constants, plan)))
+    return heads if plan.wide and _cached(heads, constants) and _causal_alone(constants) else 0
 
 
 def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
-    Under a causal mask, turns that begin together end one after another, and the turns after them would begin as far
-    apart. With many heads in a group that is so far that each turn reads its query tiles from memory. If the 32nd part
-    of a head's turns begins together, a call with gradients takes 0.94 to 0.98 of the time (H200). If twice as many do,
-    it takes up to 1.04 times as long, because the first of them waits for the last. Heads above 128 gain nothing.
+    Under a causal mask, neighbouring turns that begin together end `apart` steps apart, so the turns after them would
+    begin `apart` steps apart. With many heads in a group, that is so far that each turn reads its query tiles from
+    memory. If the 32nd part of a head's turns begins together, a call with gradients takes 0.94 to 1.01 of the time
+    (H200). If twice as many do, it takes up to 1.04, because the first of them waits for the last. Heads above 128 gain
+    nothing.
     """
     apart = constants.group * plan.kv_tile // plan.q_tile
     gains = apart >= _APART and _causal_alone(constants) and not (plan.wide or constants.by_head)
-    return min(max(constants.kv_length // plan.kv_tile // 32, 1), _ABREAST) if gains else 1
+    return min(max(_turns_of_head(constants, plan) // 32, 1), _ABREAST) if gains else 1
 
 
 def _causal_alone(constants: BlockConstants) -> bool:
-    """Whether the mask is causal and nothing else: each turn is shorter than the one before by the same steps."""
+    """Whether the only mask is an upper bound of positions. In natural order, turns then get shorter one by one."""
     return constants.above and not (constants.below or constants.segments or constants.masks)
 
 
@@ -163,7 +160,22 @@ def _heads_inside(block: Block, constants: BlockConstants) -> bool:
     each head, so that heads come one at a time there, too.
     """
     left, _ = block.rule.sliding_window or (None, None)
-    return left is None and not constants.by_head
+    return (left is None or left >= constants.q_length) and not constants.by_head
+
+
+def _cached(heads: int, constants: BlockConstants) -> bool:
+    """Whether the cache holds the queries, dout and dq of so many key heads."""
+    return heads * _bytes_of_head(constants) <= _IN_CACHE
+
+
+def _bytes_of_head(constants: BlockConstants) -> int:
+    """How many bytes the queries, dout and dq (in float32) of a key head have."""
+    return 8 * constants.group * constants.q_length * constants.padded_head_dim
+
+
+def _turns_of_head(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """The number of turns (key tiles) of a key head."""
+    return -(-constants.kv_length // plan.kv_tile)
 
 
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
