@@ -11,12 +11,13 @@ from typing import Any, Final
 import flash_attention_3
 import jax
 import jax.numpy as jnp
+import numpy as np
 from gpu_ring import gathered
 from interleaved import Attention, ours
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import decode_attention
-from workloads import PARTS, Workload
+from workloads import BOTH, PARTS, Workload
 
 OURS: Final = "ours"
 LAYOUT: Final = "zigzag"
@@ -123,6 +124,29 @@ def _flax(workload: Workload, mesh: Mesh | None) -> Attention:
 
 def _flash_attention_3(workload: Workload, mesh: Mesh | None) -> Attention:
     return flash_attention_3.attend(workload)
+
+
+def _flash_attention_4(workload: Workload, mesh: Mesh | None) -> Attention:
+    """fa4-jax's kernels in CuTe. Documents are sequences of their own length, one after another in all rows."""
+    from fa4_jax import flash_attn, flash_attn_varlen  # pyright: ignore[reportMissingImports]
+
+    mask = {"causal": workload.causal, "window_size": workload.window}
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        if not workload.documents:
+            return flash_attn(query, key, value, **mask)
+        ends = np.cumsum(np.tile(workload.documents, workload.shape.batch))
+        bounds = jax.lax.optimization_barrier(jnp.asarray([0, *ends], jnp.int32))
+        out = flash_attn_varlen(*(x.reshape(-1, *x.shape[2:]) for x in (query, key, value)), bounds, bounds, **mask)
+        return out.reshape(query.shape[:3] + value.shape[3:])
+
+    return attend
+
+
+def _why_no_flash_attention_4(workload: Workload) -> str | None:
+    if workload.shape.dtype == "float32":
+        return "it takes half precision"
+    return _no_sinks(workload)
 
 
 def _linear_attention(workload: Workload, mesh: Mesh | None) -> Attention:
@@ -283,6 +307,7 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
         OURS: _OURS,
         "ours, unordered": _UNORDERED,
         "FlashAttention-3": Rival(_flash_attention_3, flash_attention_3.why_not),
+        "FlashAttention-4": Rival(_flash_attention_4, _why_no_flash_attention_4, parts=BOTH, module="fa4_jax"),
         "jax-linear-attention": Rival(_linear_attention, _why_no_linear_attention, module="jla"),
         "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
         "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),
