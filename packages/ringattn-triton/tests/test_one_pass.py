@@ -357,6 +357,7 @@ def test_turns_of_wide_heads_are_interleaved_where_the_cache_holds_enough_heads(
         ({"causal": True}, True),
         ({"chunk_size": 64}, True),
         ({"sliding_window": (64, 0)}, False),
+        ({"sliding_window": (128, 0)}, True),  # as wide as the sequence: no window
         ({"sliding_window": (None, 0)}, True),
     ],
 )
