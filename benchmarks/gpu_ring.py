@@ -67,15 +67,20 @@ def gathered(mesh: Mesh, backend: str, layout: str = "zigzag") -> Attention:
 
 
 def masked(asked: argparse.Namespace, **options: Any) -> Attention:
-    """`ring_attention` with the mask that the command line asks for."""
-    options |= {"causal": True, "backend": asked.backend}
-    if asked.window is not None:
-        options["sliding_window"] = (asked.window, 0)
+    """`ring_attention` with the mask that the command line asks for, unless `options` have another window.
+
+    XLA does not see the ids of documents, as in a training step, whose ids come with the data.
+    """
+    window = None if asked.window is None else (asked.window, 0)
+    options = {"causal": True, "backend": asked.backend, "sliding_window": window} | options
     if asked.documents is None:
         return ours(**options)
+    mesh = options.get("mesh")
+    order = options.get("layout", "contiguous"), 1 if mesh is None else mesh.size
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         ids = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32) // asked.documents, query.shape[:2])
+        ids = jax.lax.optimization_barrier(to_layout(ids, *order))
         return ring_attention(query, key, value, q_segment_ids=ids, max_distance=(asked.documents - 1, 0), **options)
 
     return attend

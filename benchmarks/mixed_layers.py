@@ -8,15 +8,13 @@ global one. With `--documents N`, every row holds documents of `N` tokens, whose
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from gpu_ring import WORK, Candidate, compiled
-from interleaved import ON_A_DEVICE, Attention, medians, report
+from gpu_ring import WORK, Candidate, compiled, masked
+from interleaved import ON_A_DEVICE, medians, report
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ringattn_core import ring_attention, to_layout
 
 PLANS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
     "contiguous, auto": ({"strategy": "auto"}, {"strategy": "auto"}),
@@ -28,32 +26,17 @@ PLANS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
 """By name, which begins with the layout: the options of window layers, and those of global layers."""
 
 
-def layer(asked: argparse.Namespace, mesh: Mesh, layout: str, window: int | None, options: Any) -> Attention:
-    """`ring_attention` as one layer calls it."""
-    ring = {"mesh": mesh, "axis_name": "sp", "layout": layout, "backend": asked.backend, "causal": True} | options
-    if window is not None:
-        ring["sliding_window"] = (window, 0)
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        if asked.documents is None:
-            return ring_attention(query, key, value, **ring)
-        natural = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32) // asked.documents, query.shape[:2])
-        ids = jax.lax.optimization_barrier(to_layout(natural, layout, mesh.size))
-        return ring_attention(query, key, value, q_segment_ids=ids, max_distance=(asked.documents - 1, 0), **ring)
-
-    return attend
-
-
 def candidates(asked: argparse.Namespace, tokens: int, window: int | None) -> dict[str, Candidate]:
     """Each plan's layer with this window, or its global layer."""
     mesh = Mesh(np.array(jax.devices()), ("sp",))
     place = NamedSharding(mesh, PartitionSpec(None, "sp"))
     found = {}
     for name in asked.plans:
-        options = dict(PLANS[name][window is None])
+        options = {"sliding_window": None if window is None else (window, 0), **PLANS[name][window is None]}
         if asked.documents is not None:
             options.pop("balance", None)  # the order of the documents balances the ranks
-        found[name] = Candidate(layer(asked, mesh, name.split(",")[0], window, options), place, tokens)
+        attend = masked(asked, mesh=mesh, axis_name="sp", layout=name.split(",")[0], **options)
+        found[name] = Candidate(attend, place, tokens)
     return found
 
 

@@ -32,8 +32,7 @@ ADDITION: Final = 1.5
 
 
 class Step(NamedTuple):
-    """A query tile that a turn visits. `rank` turns add to its dq before this turn, which begins to add at time
-    `added`.
+    """A query tile that a turn visits. It begins to add to its dq at time `added`, after `rank` other turns.
 
     The step takes the time from `begun` to `ended`: 1, and more where the addition of the step before begins later.
     """

@@ -18,7 +18,7 @@ from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.hopper import turn_order
-from ringattn_triton.hopper.backward_plan import PLANS, plan_of
+from ringattn_triton.hopper.backward_plan import PLANS, BackwardPlan, plan_of
 from ringattn_triton.launch.target import compiling_for
 from ringattn_triton.visited_tiles import TableShape
 from small_gluon_kernels import turns_taken
@@ -249,6 +249,14 @@ COMPILED = [
 ]
 
 
+def constants_and_plan(small: Block, tokens: int) -> tuple[kernel_inputs.BlockConstants, BackwardPlan]:
+    """The constants of a block, as if it had so many tokens, and the plan for its head sizes."""
+    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
+    plan = plan_of(constants)
+    assert plan is not None
+    return constants, plan
+
+
 @pytest.mark.parametrize(
     ("option", "dim", "tokens", "heads"),
     [
@@ -264,20 +272,14 @@ def test_as_many_wide_heads_without_a_mask_run_side_by_side_as_the_cache_holds(
     option: str, dim: int, tokens: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=dim, dtype=HALF)
-    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
-    assert plan is not None and turn_order._heads_in_order(constants, plan) == heads
+    assert turn_order._heads_in_order(*constants_and_plan(small, tokens)) == heads
 
 
 @pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16)])
 def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, heads: int) -> None:
     """Their turns may be short, and short turns of few heads wait for each other. Of 32k keys, a head has 256 turns."""
-    constants = kernel_inputs.of_block(
-        with_option(option, 128, 128, heads=2, kv_heads=2, dim=128, dtype=HALF)
-    ).constants
-    constants = dataclasses.replace(constants, q_length=32768, kv_length=32768)
-    plan = plan_of(constants)
-    assert plan is not None and turn_order._heads_in_order(constants, plan) == heads
+    small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=128, dtype=HALF)
+    assert turn_order._heads_in_order(*constants_and_plan(small, 32768)) == heads
 
 
 @pytest.mark.parametrize(
@@ -296,9 +298,7 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
     option: str, dim: int, tokens: int, group: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
-    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
-    assert plan is not None and turn_order._heads_upwards(constants, plan) == heads
+    assert turn_order._heads_upwards(*constants_and_plan(small, tokens)) == heads
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,7 @@ def test_long_turns_of_large_groups_begin_together(
 ) -> None:
     fields = {"slopes": np.ones((1, group), np.float32)} if option == "slopes" else {}
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
-    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
-    assert plan is not None and turn_order._abreast(constants, plan) == abreast
+    assert turn_order._abreast(*constants_and_plan(small, tokens)) == abreast
 
 
 @pytest.mark.parametrize(
@@ -346,9 +344,7 @@ def test_turns_of_wide_heads_are_interleaved_where_the_cache_holds_enough_heads(
     option: str, dim: int, tokens: int, group: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
-    constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
-    assert plan is not None and turn_order._heads_interleaved(constants, plan) == heads
+    assert turn_order._heads_interleaved(*constants_and_plan(small, tokens)) == heads
 
 
 @pytest.mark.parametrize(
@@ -381,9 +377,7 @@ def test_a_plan_gets_the_order_that_the_rules_choose(
     dim: int, tokens: int, group: int, fields: dict[str, Any], differs: dict[str, Any], heads: int
 ) -> None:
     block = make_block(1, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
-    constants = dataclasses.replace(kernel_inputs.of_block(block).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
-    assert plan is not None
+    constants, plan = constants_and_plan(block, tokens)
     arranged, turns, _ = turn_order.arranged(plan, block, constants)
     assert arranged == dataclasses.replace(plan, ordered=True, **differs)
     assert turns == heads * tokens // plan.kv_tile
@@ -393,11 +387,8 @@ def test_turns_in_strips_neither_go_upwards_nor_wait_for_their_neighbours() -> N
     block = make_block(
         1, 128, 128, heads=16, kv_heads=1, dim=128, dtype=HALF, causal=True, bias=np.zeros((1, 1, 128, 128))
     )
-    constants = kernel_inputs.of_block(block).constants
-    plan = plan_of(constants)
-    assert plan is not None
     for tokens in (1024, 16384):
-        constants = dataclasses.replace(constants, q_length=tokens, kv_length=tokens)
+        constants, plan = constants_and_plan(block, tokens)
         arranged, _, _ = turn_order.arranged(plan, block, constants)
         assert arranged == dataclasses.replace(plan, ordered=True, heads_inside=True)
 

@@ -61,8 +61,8 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
 
     If `PLAN.abreast` is above 1, the program then waits until other programs have taken the turns of the neighbouring
     key tiles (the last of a head may wait for the first of the next), so that these turns visit each query tile one
-    after another while it is in the cache. Nothing but the time depends on this wait. It ends after `_PATIENCE` looks:
-    where few programs run, nobody may take those turns.
+    after another while it is in the cache. Nothing but the time depends on this wait. It ends after `_PATIENCE` looks,
+    because with few programs perhaps no other one is free to take those turns.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.abreast > 1:

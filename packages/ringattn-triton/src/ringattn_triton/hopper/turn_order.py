@@ -51,7 +51,7 @@ _WIDE_STEPS: Final = 2
 def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tuple[BackwardPlan, int, int]:
     """The plan with the order of its turns, and the arguments `programs` and `heads` of `visited_tiles.table` for it.
 
-    A bias with a gradient needs launches for strips, each of which takes a few turns of each head. Such turns do not go
+    With a bias that has a gradient, each launch computes a strip, a few turns of each head. These turns do not go
     upwards, and do not wait for their neighbours.
     """
     in_strips = block.bias is not None and not block.bias_fixed
