@@ -393,6 +393,16 @@ def test_turns_in_strips_neither_go_upwards_nor_wait_for_their_neighbours() -> N
         assert arranged == dataclasses.replace(plan, ordered=True, heads_inside=True)
 
 
+def test_numbers_in_parts_add_up_to_the_numbers() -> None:
+    """Also in a compiled program, from which XLA may remove conversions to bfloat16 and back."""
+    random = np.random.default_rng(0)
+    x = np.float32(random.standard_normal((1, 2, 64)) * 10.0 ** random.integers(-9, 9, (1, 2, 64)))
+    x[0, 0, :3] = np.inf, -np.inf, 0.0
+    parts = jax.jit(one_pass._in_parts)(x)
+    assert parts.dtype == jnp.bfloat16 and parts.shape == (1, 2, 64, 8)
+    np.testing.assert_array_equal(np.asarray(parts, np.float64).sum(-1), np.float64(x))
+
+
 def within_budget(block: Block, beside: str) -> dict[str, Report]:
     """A report on each kernel of a block's backward pass, if the main one fits and spills no more than its budget."""
     batch, length, heads, dim = block.q.shape

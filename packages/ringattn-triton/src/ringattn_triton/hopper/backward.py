@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 from ringattn_core import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 
@@ -81,14 +81,17 @@ def backward(
     compared = constants.below or constants.above
     kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
     of_queries = tuple(kind for kind, needed in kinds if needed)
-    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries)
+    # With a bias, ALiBi or a soft cap, lse is subtracted from something else than a product, with dropout delta.
+    subtracting = constants.plain and not (constants.capped or constants.dropout or plan.wide)
+    subtracting = subtracting and block.q.dtype == jnp.bfloat16
+    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting)
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
     zeros = None if plan.ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, plan), table.ranks,
+        *_rows(block, lse, delta, constants.unbend, plan), table.ranks,
     ]  # fmt: skip
     before: list[jax.Array | None] = [counters, zeros, None, None]
     dbias = dheads = None
@@ -195,14 +198,21 @@ def _rows(
     block: Block,
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
+    unbend: float,
     plan: BackwardPlan,
-) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b kinds rows"] | None]:
-    """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`."""
+) -> tuple[Shaped[Array, "B N *rows"], Shaped[Array, "B N *rows"], Float32[Array, "b kinds rows"] | None]:
+    """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`.
+
+    If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`).
+    """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, gets lse +inf, so that its probabilities are 0.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
-    lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
+    unit, unseen = (-1 / unbend, -jnp.inf) if plan.subtracting else (LOG2_E, jnp.inf)
+    lse = jnp.where(lse == -jnp.inf, unseen, lse * unit)
+    lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=unseen)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if plan.subtracting:
+        lse, delta = _in_parts(lse), _in_parts(delta)
     found: dict[str, Any] = {}
     if "distance" in plan.of_queries or "position" in plan.of_queries:
         position = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
@@ -215,3 +225,16 @@ def _rows(
         found["segment"] = jax.lax.bitcast_convert_type(segment, jnp.float32)
     kinds = [found[kind] for kind in plan.of_queries]
     return lse, delta, jnp.stack(jnp.broadcast_arrays(*kinds), 1) if kinds else None
+
+
+def _in_parts(x: Float32[Array, "B N rows"]) -> BFloat16[Array, "B N rows 8"]:
+    """Each number as three numbers in bfloat16, whose sum it is, and zeros up to the 16 bytes that TMA needs in a row.
+
+    The first part of an infinite number is infinite, and the others are 0.
+    """
+    parts = []
+    for _ in range(3):
+        # XLA may leave out a conversion to bfloat16 and back, but not `reduce_precision`.
+        parts.append(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+        x = jnp.where(jnp.isfinite(x), x - parts[-1], 0.0)
+    return jnp.stack([*parts, *[jnp.zeros_like(x)] * 5], -1).astype(jnp.bfloat16)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .backward_memory import allocated, plain_layout
+from .backward_memory import allocated, parts_layout, plain_layout
 from .backward_products import compute_gradients, results_by_tma
 from .backward_transfers import BackwardTiles, add_dq, by_batch, fetch_tiles
 from .backward_turns import Turns
@@ -32,7 +32,8 @@ def backward(
     """Writes dk and dv and adds up dq, by one persistent program for each multiprocessor.
 
     A turn is one tile of keys of one key head; programs take turns from a counter. `LSE` (in units of log2) and
-    `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the last query, `LSE` is +inf.
+    `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the last query, `LSE` is +inf. If
+    `PLAN.subtracting`, `LSE` has `-lse / F.unbend` instead, and both have 8 numbers a row (`backward._in_parts`).
     `OF_QUERIES [b, kinds, Q_TILES * q_tile]` has the numbers of `PLAN.of_queries`; int32 numbers are bitcast to
     float32. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without
     the softmax scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. Unless `PLAN.ordered`, `DQ` and `DQ_BEFORE` are
@@ -58,7 +59,7 @@ def backward(
     values = V + F.v_start
     if F.stacked:
         DV = DK + F.v_start
-    lse = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    lse = _tiles_of_numbers(LSE, BATCH * F.heads, PADDED, PLAN)
     of_queries = lse
     KINDS: gl.constexpr = len(PLAN.of_queries)
     if KINDS > 0:
@@ -80,7 +81,7 @@ def backward(
         q=tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE),
         dout=tiles_of_heads(DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE),
         lse=lse,
-        delta=tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN),
+        delta=_tiles_of_numbers(MINUS_DELTA, BATCH * F.heads, PADDED, PLAN),
         of_queries=of_queries,
         dq=dq,
         dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if RESULTS_BY_TMA else dq,
@@ -114,3 +115,12 @@ def backward(
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
         )
+
+
+@gluon.jit
+def _tiles_of_numbers(NUMBERS, HEADS: gl.constexpr, PADDED: gl.constexpr, PLAN: gl.constexpr):
+    """The descriptor of tiles of lse or -delta. Of 16 numbers to a query TMA fills those with 0 that are not there."""
+    if PLAN.subtracting:
+        return tma.make_tensor_descriptor(NUMBERS, [HEADS * PADDED, 8], [8, 1], [PLAN.q_tile, 16], parts_layout())
+    else:
+        return tma.make_tensor_descriptor(NUMBERS, [HEADS, PADDED], [PADDED, 1], [1, PLAN.q_tile], plain_layout())

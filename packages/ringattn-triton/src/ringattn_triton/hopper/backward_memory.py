@@ -67,10 +67,12 @@ class BackwardMemory(NamedTuple):
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
     `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`
     with the lse of these queries, and a fetch of `dout` into its place `i` fills place `STAGES + i` of `rows` with
-    their -delta. The places of `rows` from `first_place(kind)` on have the numbers of `PLAN.of_queries`. Place `i` of
-    `bias` has the bias, if there is a bias. `ds` is the gradient of the scores, with keys as rows; in `wide_products`
-    its place first holds the softmax weights. Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or
-    at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`.
+    their -delta. If `PLAN.subtracting`, the same places of `parts` have them instead, with 16 numbers to a query
+    (`backward_kernel._tiles_of_numbers`). The places of `rows` from `first_place(kind)` on have the numbers of
+    `PLAN.of_queries`. Place `i` of `bias` has the bias, if there is a bias. `ds` is the gradient of the scores, with
+    keys as rows; in `wide_products` its place first holds the softmax weights. Each place of `dq` has a piece of a
+    tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses
+    the places `2 i + c`.
     """
 
     barriers: Any
@@ -84,6 +86,7 @@ class BackwardMemory(NamedTuple):
     ds: Any
     dq: Any
     bias: Any
+    parts: Any
 
 
 @gluon.jit
@@ -107,11 +110,17 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.wide:
         dout = places_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
         v = places_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
+    rows = 0
+    if ROWS > 0:
+        rows = gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN)
+    parts = 0
+    if PLAN.subtracting:
+        parts = gl.allocate_shared_memory(TYPE, [2 * PLAN.stages, PLAN.q_tile, 16], parts_layout())
     shared = BackwardMemory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
-        rows=gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN),
+        rows=rows,
         q=q,
         dout=dout,
         k=k,
@@ -119,6 +128,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, DS_ROWS, PLAN.q_tile], DS),
         dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
         bias=bias,
+        parts=parts,
     )
     _begin(shared.barriers, TURN_FULL, 2, 1)
     _begin(shared.barriers, TURN_EMPTY, 2, 4)
@@ -132,13 +142,20 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
 def first_place(KIND, PLAN):
     """The first place in `BackwardMemory.rows` for `KIND`, one of `PLAN.of_queries`; `None`: the number of places."""
     kinds = PLAN.of_queries
-    return PLAN.dout_stages + PLAN.stages * (1 + (len(kinds) if KIND is None else kinds.index(KIND)))
+    others = 0 if PLAN.subtracting else PLAN.stages + PLAN.dout_stages
+    return others + PLAN.stages * (len(kinds) if KIND is None else kinds.index(KIND))
 
 
 @gluon.constexpr_function
 def plain_layout():
     """The layout in shared memory of float32 numbers in rows, without swizzling."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@gluon.constexpr_function
+def parts_layout():
+    """The layout in shared memory of tiles of numbers in parts, 16 to a row."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 
 
 @gluon.jit

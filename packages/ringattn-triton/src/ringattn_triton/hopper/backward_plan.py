@@ -20,6 +20,7 @@ class BackwardPlan:
     taken between the long turns of the next heads. `abreast`: how many neighbouring key tiles of a head begin together.
     (`backward_turns.take_turn` explains both.) `of_queries`: which numbers a step reads of each query besides lse and
     delta, as options and masks need them: "distance" from the first query of the tile, "position", "segment".
+    `subtracting`: the tensor cores subtract lse and delta (`backward_products.subtracted`).
     `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no
     ds.
     """
@@ -33,6 +34,7 @@ class BackwardPlan:
     interleaved: bool = False
     abreast: int = 1
     of_queries: tuple[str, ...] = ()
+    subtracting: bool = False
     strip_rows: int = 0
     kv_tile: int = 128
     stages: int = 2

@@ -78,8 +78,10 @@ def probabilities(
     In both, the entries that dropout drops have a minus sign.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
-    lse = rows.index(place).load(SCORES)
     bend = bent(s, F)
+    lse = 0.0
+    if not PLAN.subtracting:
+        lse = rows.index(place).load(SCORES)
     if F.bias:
         p = gl.exp2(biased(bend * F.unbend, bias) * LOG2_E - lse)
     elif F.distances:
@@ -130,10 +132,15 @@ def weights(p, F: gl.constexpr):
 
 
 @gluon.jit
-def derivatives(steep, dp, minus_delta, F: gl.constexpr):
-    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`."""
+def derivatives(steep, dp, minus_delta, F: gl.constexpr, PLAN: gl.constexpr):
+    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`.
+
+    If `PLAN.subtracting`, `dp` contains -delta, and `minus_delta` is not used.
+    """
     if F.dropout:
         return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
+    elif PLAN.subtracting:
+        return steep * dp
     else:
         return steep * (dp + minus_delta)
 

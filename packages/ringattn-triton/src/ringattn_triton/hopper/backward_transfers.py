@@ -96,6 +96,8 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     DIM: gl.constexpr = padded_size(F.head_dim)
     VALUE_DIM: gl.constexpr = padded_size(F.value_dim)
     NUMBERS: gl.constexpr = PLAN.q_tile * 4
+    TO_SUBTRACT: gl.constexpr = PLAN.q_tile * 32 if PLAN.subtracting else NUMBERS
+    places = shared.parts if PLAN.subtracting else shared.rows
     taken = 0
     done = 0
     emptied = 0  # the number of steps whose place of dout this warp knows to be empty
@@ -117,16 +119,18 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             place = done % PLAN.stages
             first = batch * F.q_length + tile * PLAN.q_tile
             numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
+            if PLAN.subtracting:
+                numbers_at = [((batch * F.heads + head) * T.columns + tile) * PLAN.q_tile, 0]
             q_full = shared.q_full.index(place)
             if done >= PLAN.stages:
                 hardware_barrier("sync", Q_EMPTY + place, 288)
             write_number(shared.numbers.index(TILE + place), tile)
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
             KINDS: gl.constexpr = len(PLAN.of_queries)
-            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (1 + KINDS) + OF_BIAS
+            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + TO_SUBTRACT + NUMBERS * KINDS + OF_BIAS
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
             fetch_heads(tiles.q, head, first, q_full, place_of(shared.q, place))
-            fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
+            fetch(tiles.lse, numbers_at, q_full, places.index(place))
             for kind in gl.static_range(KINDS):
                 numbers = shared.rows.index(first_place(PLAN.of_queries[kind], PLAN) + place)
                 line = (batch if by_batch(F) else 0) * KINDS + kind
@@ -139,9 +143,9 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if emptied + PLAN.dout_stages <= done:
                 hardware_barrier("sync", DOUT_EMPTY + place, 288)
                 emptied += 1
-            _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
+            _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + TO_SUBTRACT, PLAN.kv_tile * VALUE_DIM * 2, begins)
             fetch_heads(tiles.dout, head, first, dout_full, place_of(shared.dout, PLAN.dout_first + place))
-            fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
+            fetch(tiles.delta, numbers_at, dout_full, places.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
                     mbarrier.wait(shared.barriers.index(KV_EMPTY), (taken & 1) ^ 1)
