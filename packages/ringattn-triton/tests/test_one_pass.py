@@ -94,6 +94,11 @@ def test_derivatives_that_only_their_scale_brings_into_float16_are_right(dim: in
     assert all(np.isfinite(x).all() for x in (got.dq, got.dk))
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 3.0])
+def test_lse_is_subtracted_at_every_scale(scale: float) -> None:
+    computed(make_block(1, 128, 128, dim=64, dtype=HALF, causal=True, softmax_scale=scale))
+
+
 @pytest.mark.parametrize(("q_length", "kv_length"), [(200, 256), (256, 200), (40, 40)])
 def test_full_attention_may_be_ragged_on_either_side(q_length: int, kv_length: int) -> None:
     computed(make_block(1, q_length, kv_length, dim=64, dtype=HALF))

@@ -82,8 +82,9 @@ def backward(
     kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
     of_queries = tuple(kind for kind, needed in kinds if needed)
     # With a bias, ALiBi or a soft cap, lse is subtracted from something else than a product, with dropout delta.
-    subtracting = constants.plain and not (constants.capped or constants.dropout or plan.wide)
-    subtracting = subtracting and block.q.dtype == jnp.bfloat16
+    # Wide heads wait for the cache, and float16 does not hold numbers as large as `lse / unbend` may be.
+    of_products = constants.plain and not (constants.capped or constants.dropout)
+    subtracting = of_products and not plan.wide and block.q.dtype == jnp.bfloat16
     plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting)
     counters = table.counters
     pieces = plan.pieces(dim)
