@@ -33,7 +33,7 @@ Work = Callable[[Registration, Call], Any]
 
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
-    """The `PartitionSpec` of every array of the call. Axes of size 1 that are broadcast are not split."""
+    """The `PartitionSpec` of every array of the call, by name. Axes of size 1 that are broadcast are not split."""
     found = {name: roles.spec(ARRAYS[name], x.shape) for name, x in call.arrays.items()}
     return found if call.expand is None else found | {"latents": roles.spec(arrays.KeyIds), "expand_params": P()}
 
@@ -83,12 +83,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     if more != (0, 0) or copies > 1:
         # JAX does not pad an axis that explicit mesh axes split (benchmarks/upstream/resize_explicit_axis.py).
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
-        given: dict[str, Any] = {
-            name: over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()
-        }
-        if call.latents is not None:
-            given["latents"] = [over_explicit(x, mesh, whole.spec(arrays.KeyIds)) for x in call.latents]
-        call = _padded(dataclasses.replace(call, **given), *more)
+        call = _padded(dataclasses.replace(call, **_each(over_explicit, call, mesh, specs(call, whole))), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
     return dataclasses.replace(call.with_shared_gradients(roles), **roles.names), roles
 
@@ -100,10 +95,7 @@ def over_shards(
 
     `split` has the specs of the input arrays by name; `roles` gives the specs of the results.
     """
-    placed: Arrays = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
-    for name in ("latents", "expand_params") if call.expand is not None else ():
-        placed[name] = [_placed(x, mesh, split[name]) for x in getattr(call, name)]
-    options = dataclasses.replace(call, **dict.fromkeys((*ARRAYS, "latents", "expand_params")))
+    placed, options = _each(_placed, call, mesh, split), dataclasses.replace(call, **dict.fromkeys(split))
     out_specs = tuple(roles.spec(kind) for kind in call.results.values())
     program = Program(
         work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name)
@@ -149,6 +141,14 @@ def _run(program: Program, placed: Arrays) -> tuple[jax.Array, ...]:
 def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
     """Repeats every key head `copies` times, so that ranks share no head. Sums gradients of copies in float32."""
     return x if copies == 1 else jnp.repeat(x.astype(jnp.float32), copies, 2).astype(x.dtype)
+
+
+def _each(place: Callable[..., jax.Array], call: Call, mesh: Any, split: dict[str, P]) -> Arrays:
+    """`place(x, mesh, spec)` of each array `x` of the call, by name; `split` has the specs, as `specs` returns them."""
+    return {
+        name: jax.tree.map(functools.partial(place, mesh=mesh, spec=spec), getattr(call, name))
+        for name, spec in split.items()
+    }
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
