@@ -14,7 +14,6 @@ from jaxtyping import Array, Float32
 
 from ..contract import batching, ordering
 from ..contract.call import Call
-from ..contract.expansion import Expansion
 from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import all_gather
@@ -36,13 +35,15 @@ def forward(ring: Ring, call: Call) -> Partial:
     kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
     def one_block(kv: KV, owner: Any, partial: Partial | None) -> Partial:
+        if call.expand is not None:
+            kv = dataclasses.replace(kv, arrays=call.expand(kv.arrays, call.expand_params))
         # Without this, XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
         owner = ordering.tie_on_cpu(owner, partial and partial.lse)
         block = block_of(ring, call, kv, owner)
         # With an all-gather too: one block has all keys, so nothing continues its output.
         return kernel(dataclasses.replace(block, final=not ring.levels and call.softmax_aux is None), partial)
 
-    body: Body = one_block if call.expand is None else expanding(call.expand, call.expand_params, one_block)
+    body: Body = one_block
     for level in ring.levels:
         body = around(level, body)
     if ring.all_gather:
@@ -75,15 +76,6 @@ def around(level: Level, body: Body) -> Body:
         return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]
 
     return loop
-
-
-def expanding(expand: Expansion, params: Any, body: Body) -> Body:
-    """Calls `body` with the keys and values that `expand` computes from the latents of each hop."""
-
-    def on_arrival(latents: KV, owner: Any, partial: Partial | None) -> Partial:
-        return body(dataclasses.replace(latents, arrays=expand(latents.arrays, params)), owner, partial)
-
-    return on_arrival
 
 
 def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:
