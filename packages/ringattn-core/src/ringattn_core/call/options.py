@@ -21,18 +21,12 @@ from .checks import Sizes
 class Option:
     """One option of a call. `check(argument, value, sizes)` gives its canonical form, or raises `InputError`.
 
-    Calls that use the option need `feature`.
+    Calls that use the option need `feature`. `None` needs no check where it is the default of the field in `Call`.
     """
 
     name: str
     check: Callable[[str, Any, Sizes], Any] = checks.array
     feature: Feature | None = None
-
-    def canonical(self, value: Any, sizes: Sizes) -> Any:
-        """The option in canonical form. `None` needs no check where it is the default of the field in `Call`."""
-        if value is None and getattr(Call, self.name, ...) is None:
-            return None
-        return self.check(self.name, value, sizes)
 
 
 OPTIONS: Final = (
@@ -93,8 +87,11 @@ def head_sizes(call: Call) -> tuple[int, int]:
 
 def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The options in `given`, each checked and in canonical form; the scale too, with its default from `sizes`."""
-    rows = {option.name: option for option in OPTIONS}
-    return {name: rows[name].canonical(value, sizes) for name, value in {"softmax_scale": None, **given}.items()}
+    checked = {option.name: option.check for option in OPTIONS}
+    return {
+        name: None if value is None and getattr(Call, name, ...) is None else checked[name](name, value, sizes)
+        for name, value in {"softmax_scale": None, **given}.items()
+    }
 
 
 def options_in(variables: Mapping[str, Any]) -> dict[str, Any]:
