@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from ..contract import packing
-from ..contract.call import Call
+from ..contract.call import ARRAYS, Call
 from ..contract.protocol import Partial
 from ..contract.varying import align
 from ..placement import arrays, axes
-from ..placement.arrays import broadcasts, letters_of
+from ..placement.arrays import broadcasts
 from ..placement.layout import of_neighbours, to_neighbours
 
 HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
@@ -135,8 +135,7 @@ def axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | Non
 
     An axis `t` of length 1 does not broadcast if the shard has only one query.
     """
-    names = letters_of(Call)[name][-x.ndim :] if x.ndim else ()
-    for number, letter in enumerate(names):
+    for number, letter in enumerate(arrays.letters(ARRAYS[name], x.ndim)):
         whole = x.shape[number] > 1 or not broadcasts(letter) or (letter == "t" and call.query.shape[1] == 1)
         if letter in wanted and whole:
             return number
