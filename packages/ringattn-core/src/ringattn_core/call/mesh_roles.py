@@ -25,7 +25,7 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     Raises if the specs contradict the call, or if the sizes of the arrays do not fit the mesh.
     """
     check_mesh(call, mesh)
-    roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, call.axis_name or (), mesh)
+    roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, mesh)
     refuse_indivisible_axes(call, mesh, roles)
     if call.layout != "contiguous":  # `sharding.prepared` pads contiguous sequences
         for argument, x in (("query", call.query), ("key", call.key)):
@@ -118,7 +118,7 @@ def _described(mesh: Any) -> str:
     return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in kinds)
 
 
-def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -> Roles:
+def _of_specs(call: Call, in_specs: Any, mesh: Any) -> Roles:
     """The roles that the specs of query, key and value give. The specs of all other arrays follow from the roles."""
     given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, P) else ()
     if len(given) != 3 or any(not isinstance(spec, P) for spec in given):
@@ -129,7 +129,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
     for number, spec in enumerate(given):
         for names in _entries(f"in_specs[{number}]", spec):
             refuse_unknown_axes(f"in_specs[{number}]", names, mesh)
-    batch, tokens, heads, rest = _entries("in_specs[0]", given[0])
+    sequence, (batch, tokens, heads, rest) = call.axis_name or (), _entries("in_specs[0]", given[0])
     if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
         raise MeshError(
             f"in_specs={in_specs} must split query, key and value alike, axis 1 over axis_name={sequence}, and leave "
