@@ -157,11 +157,10 @@ def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[
     """`(some, full)`, as `tiles_of` returns them, from every (query, key) pair, one row of tiles at a time."""
     groups = np.broadcast_shapes(*(x.shape[:1] for x in (*q, *kv)))
     pairs = *groups, kv.index.shape[1], q.index.shape[2], kv.index.shape[2]
-    columns = Coordinates(*(x[:, :, None, :] for x in kv))
 
     def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
         rows = Coordinates(*(x[:, None, :, None] for x in tile))
-        seen = [jnp.broadcast_to(mask.visible(rows, columns), pairs) for mask in masks]
+        seen = [jnp.broadcast_to(mask.visible(rows, kv.columns()), pairs) for mask in masks]
         return any_of(seen).any((-2, -1)), all_of(seen).all((-2, -1))
 
     some, full = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
