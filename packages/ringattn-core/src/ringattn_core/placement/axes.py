@@ -98,6 +98,11 @@ def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: i
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axis), rank * length, length, dim)
 
 
+def pairs_of_shift(ranks: int, shift: int) -> list[tuple[int, int]]:
+    """The sender and the receiver of each message, if every rank sends to the rank `shift` ranks onward."""
+    return [(rank, (rank + shift) % ranks) for rank in range(ranks)]
+
+
 def permuted(x: Array, axis: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
     """What this rank receives when the first rank of each pair sends `x` to the second.
 

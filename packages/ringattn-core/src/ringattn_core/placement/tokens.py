@@ -279,8 +279,7 @@ def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.A
         found = []
         for place in places:
             rows, ranks = divmod(place, ring.ranks)
-            sends = [(sender, (sender - ranks) % ring.ranks) for sender in range(ring.ranks)]
-            sent = axes.permuted(x, ring.names, sends) if ranks else x
+            sent = axes.permuted(x, ring.names, axes.pairs_of_shift(ring.ranks, -ranks)) if ranks else x
             near, next_row = jnp.roll(sent, -rows, 1), jnp.roll(sent, -rows - 1, 1)
             found.append(jnp.where(rank + ranks >= ring.ranks, next_row, near) if ranks else near)
         return found
@@ -291,8 +290,7 @@ def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.A
     borders = []
     for number, edge in enumerate(edges):  # in zigzag order, the second runs of the ranks go down
         step = 1 if later == bool(number) else -1
-        sends = [(sender, (sender + step) % ring.ranks) for sender in range(ring.ranks)]
-        borders.append(axes.permuted(edge, ring.names, sends))
+        borders.append(axes.permuted(edge, ring.names, axes.pairs_of_shift(ring.ranks, step)))
     if ring.layout == "zigzag":  # the two runs of the last rank follow one another
         middle = 0 if later else 1
         borders[middle] = jnp.where(rank == ring.ranks - 1, edges[1 - middle], borders[middle])

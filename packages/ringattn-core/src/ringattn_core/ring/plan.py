@@ -91,10 +91,6 @@ class Level:
         number = rank // self.stride % self.ranks
         return rank + ((number - distance) % self.ranks - number) * self.stride
 
-    def pairs(self, shift: int) -> list[tuple[int, int]]:
-        """The sender and the receiver of each message of a permute by `shift` ranks."""
-        return [(rank, (rank + shift) % self.ranks) for rank in range(self.ranks)]
-
     def run_hops(self, one_hop: Callable[[Any, Hop], Any], carry: Any, hops: Sequence[Hop]) -> Any:
         """Runs `carry = one_hop(carry, hop)` for all `hops`: unrolled, or with all but the first and last in a `scan`.
 

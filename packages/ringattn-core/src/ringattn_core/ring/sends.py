@@ -64,7 +64,8 @@ def sent(level: Level, kv: KV | None, shift: int | None, rows: tuple[int, int] |
     if end - start < kv.length:
         cut = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=end, axis=kv.token_axis)
         kv = KV(jax.tree.map(cut, kv.arrays), start)
-    arriving = jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(shift)), packed(kv))
+    pairs = axes.pairs_of_shift(level.ranks, shift)
+    arriving = jax.tree.map(functools.partial(_permuted, level.axis, pairs), packed(kv))
     return dataclasses.replace(arriving, received=True)
 
 
