@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bounds the Hopper kernels: hardware counters of ours and of FlashAttention-3's, by NVIDIA's profiler `ncu`.
 
-`python kernel_counters.py causal d192` prints a row for each pass of each case of `call_rivals.py`. Every figure but
-the times is a percentage of the kernel's cycles: in which the tensor cores computed, in which shared memory answered,
-in which of these for the operands of products and in which for loads and stores of threads, how many it repeated
-because of conflicts between banks, in which an instruction was issued, in which the second-level cache received data,
-and in which it added.
+`python kernel_counters.py causal d192` prints, for each named case of `call_rivals.py`, the longest kernel of each pass
+of ours and of FlashAttention-3, and of our backward pass without an order. After milliseconds and millions of cycles,
+every column is the percentage of the cycles in which something happens (`COLUMNS`).
 """
 
 import argparse
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,8 @@ CYCLES: Final = "sm__cycles_elapsed.max"
 NANOSECONDS: Final = "gpu__time_duration.sum"
 CONFLICTS: Final = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.avg"
 COLUMNS: Final = {
+    # The tensor cores compute; shared memory answers; it answers products, loads and stores of threads; it repeats an
+    # answer because of conflicts between banks; an instruction is issued; the second-level cache receives data, adds.
     "tensor cores": "sm__pipe_tensor_cycles_active" + PERCENT,
     "shared memory": "l1tex__data_pipe_lsu_wavefronts" + PERCENT,
     "products": SHARED + "_op_gmma" + PERCENT,
@@ -37,8 +38,6 @@ COLUMNS: Final = {
 WHO: Final = ("ours", "ours, unordered", "FlashAttention-3")
 KERNELS: Final = "forward|backward|device_kernel"
 """A pattern in the names of the kernels: ours, and those of CUTLASS."""
-PASSES: Final = ("backward", "forward")
-"""The two longest kernels of a call, the longest first."""
 
 
 def call_twice(case: str, who: str) -> None:
@@ -65,21 +64,20 @@ def profile(case: str, who: str) -> str:
     return done.stdout
 
 
-def of_kernels(printed: Iterable[str]) -> list[dict[str, float]]:
-    """The counters of each kernel, in the order in which they ran. Lines before the table are the profiler's own."""
+def of_passes(printed: Iterable[str]) -> dict[str, dict[str, float]]:
+    """The counters of the longest kernel of each pass in the second call. Lines before the table are the profiler's."""
     lines = list(printed)
-    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    kernels: dict[str, dict[str, float]] = {}
-    for row in csv.DictReader(lines[start:]):
-        kernels.setdefault(row["ID"], {})[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
-    return list(kernels.values())
-
-
-def of_passes(kernels: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The counters of both passes of the second call."""
-    second = kernels[len(kernels) // 2 :]
-    longest = sorted(second, key=lambda counters: -counters[NANOSECONDS])
-    return dict(zip(PASSES, longest, strict=False))
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise SystemExit("ncu saw no kernel of attention")
+    kernels: dict[tuple[str, str], dict[str, float]] = {}
+    for line in csv.DictReader(lines[start:]):
+        part = "backward" if re.search("backward|Bwd", line["Kernel Name"]) else "forward"
+        counters = kernels.setdefault((part, line["ID"]), {})
+        counters[line["Metric Name"]] = float(line["Metric Value"].replace(",", ""))
+    second = [*kernels.items()][len(kernels) // 2 :]
+    ascending = sorted(second, key=lambda kernel: kernel[1][NANOSECONDS])
+    return {part: counters for (part, _), counters in ascending}
 
 
 def row(*, case: str, who: str, part: str, counters: Mapping[str, float]) -> str:
@@ -95,14 +93,22 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.inside:
         return call_twice(asked.cases[0], asked.inside)
+    from call_rivals import CASES, NEEDED
+    from rivals import RIVALS
+
+    for case in asked.cases:
+        if case not in CASES or "forward+backward" not in CASES[case].parts:
+            raise SystemExit(f"there is no case {case!r} with gradients; call_rivals.py --list names all")
+        if problem := RIVALS["gpu"][NEEDED].why_not(CASES[case]):
+            raise SystemExit(problem)
     if shutil.which("ncu") is None:
         raise SystemExit("this needs ncu, which comes with CUDA, on the PATH")
     print("| " + " | ".join(["case", "pass", "kernel", "ms", "million cycles", *COLUMNS]) + " |")
     print("|---" * (5 + len(COLUMNS)) + "|")
     for case in asked.cases:
         for who in WHO:
-            for part, counters in of_passes(of_kernels(profile(case, who).splitlines())).items():
-                if part == PASSES[0] or who != "ours, unordered":
+            for part, counters in of_passes(profile(case, who).splitlines()).items():
+                if part == "backward" or who != "ours, unordered":
                     print(row(case=case, who=who, part=part, counters=counters), flush=True)
 
 

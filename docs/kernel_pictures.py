@@ -193,13 +193,15 @@ def order() -> str:
 
 def places(bias: bool = False) -> list[tuple[str, int, int]]:
     """Each array in shared memory of a program with heads of 128: its name, number of places and bytes of a place."""
-    plan = dataclasses.replace(PLANS[128], masked=True, ordered=True, of_queries=("position",))
+    subtracting = not bias  # as in a causal call in bfloat16
+    plan = dataclasses.replace(PLANS[128], masked=True, ordered=True, of_queries=("position",), subtracting=subtracting)
     sizes = SimpleNamespace(head_dim=128, value_dim=128, bias=bias)
     allocate: Any = allocated  # typed as a decorator
     memory = interpreted(allocate)(gl.bfloat16, sizes, plan)
     assert memory.dout is memory.q and memory.v is memory.k, "these share an allocation"
     found = []
-    for name in ("k", "q", "ds", "dq", "rows", "numbers", "q_full", "barriers", *(("bias",) if bias else ())):
+    small = ("rows", "numbers", "q_full", "barriers")
+    for name in ("k", "q", "ds", "dq", "bias" if bias else "parts", *small):
         (array,) = array if isinstance(array := getattr(memory, name), tuple) else (array,)
         of_place = math.prod(array.shape[1:]) * array.dtype.primitive_bitwidth // 8
         found.append((name, array.shape[0], of_place))
@@ -232,7 +234,7 @@ def memory() -> str:
 
     colours, readers = {"ds": COLOURS[1], "dq": COLOURS[2]}, {"ds": "consumers", "dq": "writers"}
     for name, count, size in places():
-        if size < 1024:
+        if size < 4096:
             small += count * size
             continue
         begun = at

@@ -94,9 +94,16 @@ def test_derivatives_that_only_their_scale_brings_into_float16_are_right(dim: in
     assert all(np.isfinite(x).all() for x in (got.dq, got.dk))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-6, 3.0])
+@pytest.mark.parametrize("scale", [1e-31, 1e-29, 1e-6, 3.0])
 def test_lse_is_subtracted_at_every_scale(scale: float) -> None:
     computed(make_block(1, 128, 128, dim=64, dtype=HALF, causal=True, softmax_scale=scale))
+
+
+def test_lse_is_subtracted_where_its_quotient_by_the_scale_is_infinite() -> None:
+    block = make_block(1, 64, 128, dim=64, dtype=HALF, softmax_scale=1.2e-38)
+    rows = prepared(block)
+    got, want = one_pass.backward(block, *rows, None), ringattn_xla.block.KERNEL.backward(block, *rows, None)
+    np.testing.assert_allclose(np.float32(got.dv), np.float32(want.dv), atol=0.02)
 
 
 @pytest.mark.parametrize(("q_length", "kv_length"), [(200, 256), (256, 200), (40, 40)])

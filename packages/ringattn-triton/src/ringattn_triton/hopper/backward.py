@@ -81,9 +81,9 @@ def backward(
     compared = constants.below or constants.above
     kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
     of_queries = tuple(kind for kind, needed in kinds if needed)
-    # With a bias, ALiBi or a soft cap, lse is subtracted from something else than a product, with dropout delta.
-    # Wide heads wait for the cache, and float16 does not hold numbers as large as `lse / unbend` may be.
-    of_products = constants.plain and not (constants.capped or constants.dropout)
+    # Only where lse and delta are subtracted from the products themselves: not with a bias, ALiBi, a soft cap or
+    # dropout. lse is divided by `unbend`, and float16 does not hold the quotient. Wide heads are bound by the cache.
+    of_products = constants.plain and not (constants.capped or constants.dropout) and 1e-30 < constants.unbend < 1e30
     subtracting = of_products and not plan.wide and block.q.dtype == jnp.bfloat16
     plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting)
     counters = table.counters
@@ -207,7 +207,7 @@ def _rows(
     If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`).
     """
     more = (0, -block.q_length % plan.q_tile)
-    # A row that sees nothing, or lies past the end, gets lse +inf, so that its probabilities are 0.
+    # A row that sees nothing, or lies past the end, gets lse +inf (-inf if it is negated), so that its p is 0.
     unit, unseen = (-1 / unbend, -jnp.inf) if plan.subtracting else (LOG2_E, jnp.inf)
     lse = jnp.where(lse == -jnp.inf, unseen, lse * unit)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=unseen)
@@ -229,7 +229,7 @@ def _rows(
 
 
 def _in_parts(x: Float32[Array, "B N rows"]) -> BFloat16[Array, "B N rows 8"]:
-    """Each number as three numbers in bfloat16, whose sum it is, and zeros up to the 16 bytes that TMA needs in a row.
+    """Splits each number into three bfloat16 numbers that add up to it, and five zeros: TMA needs strides of 16 bytes.
 
     The first part of an infinite number is infinite, and the others are 0.
     """

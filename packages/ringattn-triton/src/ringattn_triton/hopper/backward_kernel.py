@@ -33,7 +33,8 @@ def backward(
 
     A turn is one tile of keys of one key head; programs take turns from a counter. `LSE` (in units of log2) and
     `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the last query, `LSE` is +inf. If
-    `PLAN.subtracting`, `LSE` has `-lse / F.unbend` instead, and both have 8 numbers a row (`backward._in_parts`).
+    `PLAN.subtracting`, both are `[B, N, Q_TILES * q_tile, 8]` (`backward._in_parts`), `LSE` holds `-lse / F.unbend`,
+    and those rows have -inf.
     `OF_QUERIES [b, kinds, Q_TILES * q_tile]` has the numbers of `PLAN.of_queries`; int32 numbers are bitcast to
     float32. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without
     the softmax scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. Unless `PLAN.ordered`, `DQ` and `DQ_BEFORE` are
@@ -119,7 +120,10 @@ def backward(
 
 @gluon.jit
 def _tiles_of_numbers(NUMBERS, HEADS: gl.constexpr, PADDED: gl.constexpr, PLAN: gl.constexpr):
-    """The descriptor of tiles of lse or -delta. Of 16 numbers to a query TMA fills those with 0 that are not there."""
+    """The descriptor of tiles of lse or -delta.
+
+    If `PLAN.subtracting`, a tile has 16 numbers to a query: 8 from memory, and 8 zeros, which TMA fills in.
+    """
     if PLAN.subtracting:
         return tma.make_tensor_descriptor(NUMBERS, [HEADS * PADDED, 8], [8, 1], [PLAN.q_tile, 16], parts_layout())
     else:

@@ -115,7 +115,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         rows = gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN)
     parts = 0
     if PLAN.subtracting:
-        parts = gl.allocate_shared_memory(TYPE, [2 * PLAN.stages, PLAN.q_tile, 16], parts_layout())
+        parts = gl.allocate_shared_memory(TYPE, [PLAN.stages + PLAN.dout_stages, PLAN.q_tile, 16], parts_layout())
     shared = BackwardMemory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),

@@ -132,15 +132,10 @@ def weights(p, F: gl.constexpr):
 
 
 @gluon.jit
-def derivatives(steep, dp, minus_delta, F: gl.constexpr, PLAN: gl.constexpr):
-    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`.
-
-    If `PLAN.subtracting`, `dp` contains -delta, and `minus_delta` is not used.
-    """
+def derivatives(steep, dp, minus_delta, F: gl.constexpr):
+    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`."""
     if F.dropout:
         return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
-    elif PLAN.subtracting:
-        return steep * dp
     else:
         return steep * (dp + minus_delta)
 
