@@ -252,8 +252,10 @@ def memory() -> str:
     words = f"shared memory of a program with heads of 128: {at / 1024:.1f} of {limit // 1024} KiB"
     canvas.text(left, 16, words, bold=True)
     box(limit - at, PALE, "free", f"{(limit - at) / 1024:.1f}")
-    (of_bias,) = [count * size for name, count, size in places(bias=True) if name == "bias"]
-    bracket(at, limit, "a bias", f"takes {of_bias // 1024}")
+    with_bias = places(bias=True)
+    (of_bias,) = [count * size for name, count, size in with_bias if name == "bias"]
+    less = small + of_bias - sum(count * size for name, count, size in with_bias if size < 4096 or name == "bias")
+    bracket(at, limit, f"a bias takes {of_bias // 1024},", f"lse then {less // 1024} less")
     return canvas.svg()
 
 
