@@ -254,7 +254,7 @@ def memory() -> str:
     box(limit - at, PALE, "free", f"{(limit - at) / 1024:.1f}")
     with_bias = places(bias=True)
     (of_bias,) = [count * size for name, count, size in with_bias if name == "bias"]
-    less = small + of_bias - sum(count * size for name, count, size in with_bias if size < 4096 or name == "bias")
+    less = at + of_bias - sum(count * size for _, count, size in with_bias)
     bracket(at, limit, f"a bias takes {of_bias // 1024},", f"lse then {less // 1024} less")
     return canvas.svg()
 

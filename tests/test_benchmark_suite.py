@@ -23,6 +23,21 @@ def test_every_script_can_be_imported():
     assert done.returncode == 0, done.stderr
 
 
+def test_counters_are_those_of_the_longest_kernel_of_each_pass_in_the_second_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import kernel_counters
+
+    names = {"ringattn_hopper_forward": 30, "device_kernel<FlashAttnBwdPreprocess>": 5, "device_kernel<Bwd>": 70}
+    cold = [(name, 10 * time) for name, time in names.items()]
+    printed = ["==PROF== Connected", '"ID","Kernel Name","Metric Name","Metric Value"']
+    for number, (name, time) in enumerate([*cold, *names.items()]):
+        printed += [f'"{number}","{name}","{metric}","{time},000"' for metric in (kernel_counters.NANOSECONDS, "other")]
+    found = kernel_counters.of_passes(printed)
+    assert {part: counters["other"] for part, counters in found.items()} == {"forward": 3e4, "backward": 7e4}
+    with pytest.raises(SystemExit, match="no kernel"):
+        kernel_counters.of_passes(printed[:1])
+
+
 def test_pairs_are_those_that_the_mask_shows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     from workloads import Shape, Workload

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .backward_memory import allocated, parts_layout, plain_layout
+from .backward_memory import allocated, plain_layout
 from .backward_products import compute_gradients, results_by_tma
 from .backward_transfers import BackwardTiles, add_dq, by_batch, fetch_tiles
 from .backward_turns import Turns
@@ -125,6 +125,7 @@ def _tiles_of_numbers(NUMBERS, HEADS: gl.constexpr, PADDED: gl.constexpr, PLAN: 
     If `PLAN.subtracting`, a tile has 16 numbers to a query: 8 from memory, and 8 zeros, which TMA fills in.
     """
     if PLAN.subtracting:
-        return tma.make_tensor_descriptor(NUMBERS, [HEADS * PADDED, 8], [8, 1], [PLAN.q_tile, 16], parts_layout())
+        PARTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, 16], NUMBERS.dtype.element_ty)
+        return tma.make_tensor_descriptor(NUMBERS, [HEADS * PADDED, 8], [8, 1], [PLAN.q_tile, 16], PARTS)
     else:
         return tma.make_tensor_descriptor(NUMBERS, [HEADS, PADDED], [PADDED, 1], [1, PLAN.q_tile], plain_layout())

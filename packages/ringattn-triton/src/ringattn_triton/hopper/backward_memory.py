@@ -115,7 +115,8 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         rows = gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN)
     parts = 0
     if PLAN.subtracting:
-        parts = gl.allocate_shared_memory(TYPE, [PLAN.stages + PLAN.dout_stages, PLAN.q_tile, 16], parts_layout())
+        PARTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, 16], TYPE)
+        parts = gl.allocate_shared_memory(TYPE, [PLAN.stages + PLAN.dout_stages, PLAN.q_tile, 16], PARTS)
     shared = BackwardMemory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
@@ -150,12 +151,6 @@ def first_place(KIND, PLAN):
 def plain_layout():
     """The layout in shared memory of float32 numbers in rows, without swizzling."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-@gluon.constexpr_function
-def parts_layout():
-    """The layout in shared memory of tiles of numbers in parts, 16 to a row."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
