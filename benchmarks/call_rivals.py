@@ -2,8 +2,8 @@
 """A whole call on one Hopper beside its rivals: the time of the fastest rival over ours, forward and with gradients.
 
 `python call_rivals.py causal documents`, or no name for all cases; `--list` names them. The rivals are
-FlashAttention-3, which must be installed, and FlashAttention-4, jax-linear-attention and cuDNN where they are installed
-and compute the case. `interleaved.py` explains `sustained` and `burst`.
+FlashAttention-3, which must be installed unless `--rivals` leaves it out, and FlashAttention-4, jax-linear-attention
+and cuDNN where they are installed and compute the case. `interleaved.py` explains `sustained` and `burst`.
 All programs are compiled before the first is timed, one after the other: Triton's compiler fails in several threads.
 """
 
@@ -49,8 +49,9 @@ def compiled(name: str, others: Sequence[str]) -> dict[str, dict[str, Prepared]]
         mine = {who: prepare(RIVALS["gpu"][who], case, part, 1) for who in MINE[part]}
         right = mine[OURS].results()
         for who, other in [*rivals.items()]:
-            if (apart := max(map(relative, other.results(), right))) > TOLERANCES[case.shape.dtype]:
-                print(f"{name}, {part}: {who} differs by {apart:.1e}, and is left out", file=sys.stderr)
+            apart = [*map(relative, other.results(), right)]
+            if not all(x <= TOLERANCES[case.shape.dtype] for x in apart):  # NaN is left out, too
+                print(f"{name}, {part}: {who} differs by {max(apart):.1e}, and is left out", file=sys.stderr)
                 del rivals[who]
         found |= {part: mine | rivals} if rivals else {}
     return found
@@ -109,7 +110,7 @@ def main() -> None:
         raise SystemExit(f"there is no case {unknown[0]!r} among these" if unknown else 0)
     if jax.default_backend() != "gpu":
         raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
-    if problem := RIVALS["gpu"][NEEDED].why_not(CASES[names[0]]):
+    if NEEDED in asked.rivals and (problem := RIVALS["gpu"][NEEDED].why_not(CASES["causal"])):
         raise SystemExit(problem)
     measure(names, asked.rivals, asked.rounds)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every benchmark can be imported, and the suite counts the pairs that a mask shows."""
+"""Whether every benchmark can be imported, compares what is comparable, and counts the pairs that a mask shows."""
 
 import os
 import subprocess
@@ -36,6 +36,27 @@ def test_counters_are_those_of_the_longest_kernel_of_each_pass_in_the_second_cal
     assert {part: counters["other"] for part, counters in found.items()} == {"forward": 3e4, "backward": 7e4}
     with pytest.raises(SystemExit, match="no kernel"):
         kernel_counters.of_passes(printed[:1])
+
+
+@pytest.mark.parametrize("wrong", [1.0, np.nan])
+def test_rivals_that_compute_something_else_are_not_timed(wrong: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import call_rivals
+    from measuring import Prepared
+    from rivals import Rival
+
+    results = {who: [np.ones(3), np.ones(2)] for who in (call_rivals.OURS, call_rivals.UNORDERED, "right")}
+    results["wrong"] = [np.ones(3), np.asarray([1.0, 1.0 + wrong])]
+    rivals = {who: Rival(lambda *_, who=who: who) for who in results}
+    monkeypatch.setattr(call_rivals, "RIVALS", {"gpu": rivals})
+    monkeypatch.setattr(
+        call_rivals, "prepare", lambda rival, *_: Prepared(lambda: None, lambda: results[rival.make()], None)
+    )
+    found = call_rivals.compiled("causal", ["wrong", "right"])
+    assert {part: [*runs] for part, runs in found.items()} == {
+        "forward": [call_rivals.OURS, "right"],
+        "forward+backward": [call_rivals.OURS, call_rivals.UNORDERED, "right"],
+    }
 
 
 def test_pairs_are_those_that_the_mask_shows(monkeypatch: pytest.MonkeyPatch):
