@@ -16,9 +16,8 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from ..launch.target import Target
 from ..portable import bias_gradient
-from . import bias_tiles, turn_order
-from .backward_plan import BackwardPlan, plan_of
-from .schedules import PROGRAMS
+from . import bias_tiles, plans, turn_order
+from .plans import PROGRAMS, BackwardPlan
 
 TARGET: Final = Target("cuda", 90)
 """The only device for which the kernels of this family are made."""
@@ -29,7 +28,7 @@ _REGISTERS_AT_START: Final = 168
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block, or `None` if it does."""
-    plan = plan_of(constants)
+    plan = plans.backward(constants)
     if plan is None:
         return "the one-pass backward kernel has no heads of these sizes"
     if block.rule.bwd_params != BwdParams():
@@ -67,7 +66,7 @@ def backward(
     inputs = kernel_inputs.of_block(block, fast=True)
     constants = inputs.constants
     batch, length, heads, dim = block.q.shape
-    plan = plan_of(constants)
+    plan = plans.backward(constants)
     assert plan is not None
     bias = None if block.bias_fixed else block.bias
     plan, turns, side_by_side = turn_order.arranged(plan, block, constants)

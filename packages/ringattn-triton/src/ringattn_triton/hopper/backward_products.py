@@ -17,23 +17,14 @@ from ..availability import triton_version
 from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
 from .backward_memory import (
-    AFTER,
-    BEFORE,
-    DOUT_EMPTY,
-    DOUT_FULL,
-    DQ_EMPTY,
-    DQ_FULL,
-    DS_FULL,
-    Q_EMPTY,
-    TILE,
-    TURN_EMPTY,
-    WHOLE,
+    barrier,
     finished_turn,
     next_turn,
+    read,
     result_place,
 )
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
-from .hardware_barriers import arrive_at, hardware_barrier, read_number
+from .hardware_barriers import arrive_at_constant, wait_at
 from .head_tiles import opaque_zero, product_count, product_of_heads
 from .results import places
 from .sums import layout_of
@@ -84,9 +75,9 @@ def compute_gradients(
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = TIMES * read_number(shared.numbers.index(BEFORE + taken % 2), 4)
-        whole = TIMES * read_number(shared.numbers.index(WHOLE + taken % 2), 4)
-        after = TIMES * read_number(shared.numbers.index(AFTER + taken % 2), 4)
+        before = TIMES * read(shared, "before", taken % 2)
+        whole = TIMES * read(shared, "whole", taken % 2)
+        after = TIMES * read(shared, "after", taken % 2)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         for part in range(0, PARTS * HEADS):
@@ -110,9 +101,9 @@ def compute_gradients(
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
         if RESULTS_BY_TMA:
-            mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
-            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV)
-            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK)
+            mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
+            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV, PLAN)
+            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK, PLAN)
         else:
             row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
             first = row * PLAN.kv_tile + NUMBER * 64
@@ -164,7 +155,6 @@ def _step_of(
     zero_dq = gl.zeros([64, 64], gl.float32, HALF)
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
-    ds_place = step % PLAN.ds_places
     # In this kernel a head is one piece (`head_tiles`).
     k = shared.k[0].index(opaque_zero())
     v = shared.v[0].index(PLAN.v_first + opaque_zero())
@@ -174,7 +164,7 @@ def _step_of(
     mbarrier.wait(shared.q_full.index(place), phase)
     s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
     s = subtracted(s, shared, place, PLAN, SCORES)
-    mbarrier.wait(shared.barriers.index(DOUT_FULL + place), phase)
+    mbarrier.wait(barrier(shared, "dout_full", place), phase)
     v = again(v, shared.v, PLAN.v_first)
     v = v.slice(NUMBER * 64, 64, dim=0)
     dp = product_of_heads((v,), (again(dout, shared.dout, dout_place),), zero, F.value_dim)
@@ -183,7 +173,7 @@ def _step_of(
     if MASKED or F.distances or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(
-            P, batch, read_number(shared.numbers.index(TILE + place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
+            P, batch, read(shared, "tile", place), row, head, NUMBER, F, PLAN, MASKED, SCORES
         )  # fmt: skip
     bias = bias_of(shared, place, NUMBER, F, SCORES)
     s = warpgroup_mma_wait(product_count(F.value_dim) + (1 if PLAN.subtracting else 0), deps=[s])
@@ -197,10 +187,10 @@ def _step_of(
         exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     dhead = with_head_sums(dhead, exact, shared.rows, place, tile, F, PLAN, SCORES)
     ds = narrowed(exact, shared.ds, F)
-    shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
-    hardware_barrier("sync", DS_FULL, 256)
+    shared.ds.index(place).slice(NUMBER * 64, 64, dim=0).store(ds)
+    wait_at("ds_full", 0, PLAN)
     fence_async_shared()  # for both consumers' ds, whose stores have ended at the barrier: it waits for none
-    both = shared.ds.index(ds_place)
+    both = shared.ds.index(place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
         dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
@@ -208,10 +198,10 @@ def _step_of(
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    arrive_at(DOUT_EMPTY, place, 288)
-    _hand_over(dq, shared, step, NUMBER)
+    arrive_at_constant("dout_empty", place, PLAN)
+    _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    arrive_at(Q_EMPTY, place, 288)
+    arrive_at_constant("q_empty", place, PLAN)
     return dk, dv, dhead
 
 
@@ -230,24 +220,24 @@ def subtracted(product, shared, place, PLAN: gl.constexpr, SCORES: gl.constexpr)
 
 
 @gluon.jit
-def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
+def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Writes half a tile of dq to shared memory, in the order of `dq_order`, for the warp that adds dq to memory.
 
     That warp also makes the fence that must precede the read by TMA. A fence here would wait until everything is
     stored: some 270 of the 3,600 cycles of a step.
     """
-    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
+    wait_at("dq_empty", NUMBER, PLAN)
     shared.dq.index(NUMBER).store(in_register_order(dq))
-    arrive_at(DQ_FULL + 2 * NUMBER, step % 2, 160)
+    arrive_at_constant("dq_full", step % 2, PLAN, 2 * NUMBER)
 
 
 @gluon.jit
-def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
+def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: gl.constexpr):
     """Writes `sums`, dk or dv of 64 keys, to shared memory, for the warp that would add dq of step number `step`."""
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
-    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
+    wait_at("dq_empty", NUMBER, PLAN)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
-    arrive_at(DQ_FULL + 2 * NUMBER, step % 2, 160)
+    arrive_at_constant("dq_full", step % 2, PLAN, 2 * NUMBER)
 
 
 @gluon.jit

@@ -14,26 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..kernels.tile_loop import owned
 from .backward_memory import (
-    AFTER,
-    BEFORE,
-    DOUT_EMPTY,
-    DOUT_FULL,
-    DQ_EMPTY,
-    DQ_FULL,
-    KV_EMPTY,
-    Q_EMPTY,
-    TILE,
-    TURN,
-    TURN_EMPTY,
-    TURN_FULL,
-    WHOLE,
+    barrier,
     first_place,
     next_turn,
     result_place,
+    write,
 )
 from .backward_turns import after_step, rank_of, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
-from .hardware_barriers import hardware_barrier, write_number
+from .hardware_barriers import arrive_at, wait_at
 from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
 
 
@@ -123,8 +112,8 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 numbers_at = [((batch * F.heads + head) * T.columns + tile) * PLAN.q_tile, 0]
             q_full = shared.q_full.index(place)
             if done >= PLAN.stages:
-                hardware_barrier("sync", Q_EMPTY + place, 288)
-            write_number(shared.numbers.index(TILE + place), tile)
+                wait_at("q_empty", place, PLAN)
+            write(shared, "tile", place, tile)
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
             KINDS: gl.constexpr = len(PLAN.of_queries)
             OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + TO_SUBTRACT + NUMBERS * KINDS + OF_BIAS
@@ -139,19 +128,19 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
                 fetch(tiles.bias, bias_at, q_full, shared.bias.index(place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
             place = done % PLAN.dout_stages
-            dout_full = shared.barriers.index(DOUT_FULL + place)
+            dout_full = barrier(shared, "dout_full", place)
             if emptied + PLAN.dout_stages <= done:
-                hardware_barrier("sync", DOUT_EMPTY + place, 288)
+                wait_at("dout_empty", place, PLAN)
                 emptied += 1
             _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + TO_SUBTRACT, PLAN.kv_tile * VALUE_DIM * 2, begins)
             fetch_heads(tiles.dout, head, first, dout_full, place_of(shared.dout, PLAN.dout_first + place))
             fetch(tiles.delta, numbers_at, dout_full, places.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
-                    mbarrier.wait(shared.barriers.index(KV_EMPTY), (taken & 1) ^ 1)
+                    mbarrier.wait(barrier(shared, "kv_empty", 0), (taken & 1) ^ 1)
                 else:  # a consumer that is done with a turn's last dout is done with its keys too
                     if emptied < done:
-                        hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
+                        wait_at("dout_empty", (done - 1) % PLAN.dout_stages, PLAN)
                         emptied += 1
                 first = batch * F.kv_length + row * PLAN.kv_tile
                 fetch_heads(tiles.k, kv_head, first, q_full, place_of(shared.k, 0))
@@ -175,12 +164,12 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 def _announce(shared, taken, turn, before, whole, after):
     """Tells the other warps the next turn and its numbers of steps, once those are done with the turn before last."""
     place = taken % 2
-    mbarrier.wait(shared.barriers.index(TURN_EMPTY + place), ((taken // 2) & 1) ^ 1)
-    write_number(shared.numbers.index(TURN + place), turn)
-    write_number(shared.numbers.index(BEFORE + place), before)
-    write_number(shared.numbers.index(WHOLE + place), whole)
-    write_number(shared.numbers.index(AFTER + place), after)
-    mbarrier.arrive(shared.barriers.index(TURN_FULL + place), count=1)
+    mbarrier.wait(barrier(shared, "turn_empty", place), ((taken // 2) & 1) ^ 1)
+    write(shared, "turn", place, turn)
+    write(shared, "before", place, before)
+    write(shared, "whole", place, whole)
+    write(shared, "after", place, after)
+    mbarrier.arrive(barrier(shared, "turn_full", place), count=1)
 
 
 @gluon.jit
@@ -202,14 +191,14 @@ def add_dq(
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype
     if NUMBER == 0:  # at first all places are empty
-        hardware_barrier("arrive", DQ_EMPTY, 160)
-        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+        arrive_at("dq_empty", 0, PLAN)
+        arrive_at("dq_empty", 1, PLAN)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
+        mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
         steps = steps_of(turn, row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         step = 0
@@ -247,7 +236,7 @@ def add_dq(
             # other writer.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
-                hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                wait_at("dq_full", 2 * half + NUMBER, PLAN)
                 fence_async_shared()
                 if done % 2 == NUMBER:
                     _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
@@ -255,7 +244,7 @@ def add_dq(
                     _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
-                hardware_barrier("arrive", DQ_EMPTY + half, 160)
+                arrive_at("dq_empty", half, PLAN)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions()
@@ -274,7 +263,7 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
     BOTH: gl.constexpr = PLAN.ordered or PLAN.strip_rows > 0
     if BOTH:
         for half in gl.static_range(2):
-            hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+            wait_at("dq_full", 2 * half + NUMBER, PLAN)
         fence_async_shared()
     if PLAN.strip_rows:
         store(tiles.ds, [ds_row, 0], shared.ds.index(NUMBER))
@@ -283,12 +272,12 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
             reached = gl.load(counter, volatile=True)
     for half in gl.static_range(2):
         if not BOTH:
-            hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+            wait_at("dq_full", 2 * half + NUMBER, PLAN)
             fence_async_shared()
         _add_piece(tiles.dq, (tile * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
     for half in gl.static_range(2):
         tma.store_wait(1 - half)
-        hardware_barrier("arrive", DQ_EMPTY + half, 160)
+        arrive_at("dq_empty", half, PLAN)
 
 
 @gluon.jit
@@ -303,19 +292,19 @@ def _add_wide_pieces(
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     to = tile * PIECES * 16
     for piece in gl.static_range(PIECES // 2):
-        hardware_barrier("sync", DQ_FULL + 2 + NUMBER, 160)
+        wait_at("dq_full", 2 + NUMBER, PLAN)
         if piece == 0:
             while reached < rank:
                 reached = gl.load(counter, volatile=True)
         _add_piece(dq, to + (PIECES - PIECES // 2 + piece) * 16, shared.dq.index(1), rank, PLAN)
         tma.store_wait(0)
-        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+        arrive_at("dq_empty", 1, PLAN)
         if piece == 0:
-            hardware_barrier("sync", DQ_FULL + NUMBER, 160)
+            wait_at("dq_full", NUMBER, PLAN)
             _add_piece(dq, to, shared.dq.index(0), rank, PLAN)
             _add_piece(dq, to + 16, shared.dq.index(2), rank, PLAN)
             tma.store_wait(0)
-            hardware_barrier("arrive", DQ_EMPTY, 160)
+            arrive_at("dq_empty", 0, PLAN)
 
 
 @gluon.jit

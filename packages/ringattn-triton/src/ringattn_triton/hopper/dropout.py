@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import half_of, philox
 from ..kernels.tokens import first_counter, unsigned
-from .schedules import CONSUMER_ROWS
+from .plans import CONSUMER_ROWS
 
 
 @gluon.constexpr_function

@@ -19,13 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .forward_barriers import after_barriers, leave, pass_order, softmax_first, wait_for_order
-from .hardware_barriers import read_number
+from .hardware_barriers import after_barriers, arrive_at, read_number, softmax_first, wait_at
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .pipeline import ForwardMemory, begin, next_turn, of_turn, produce
+from .plans import CONSUMER_ROWS
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, no_maxima, written
-from .schedules import CONSUMER_ROWS
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_values
 
@@ -161,8 +160,8 @@ def _consume(
     tops = no_maxima(0.0, F, OF_ROWS)
     weights = packed(nought, shared.k[0].dtype)
     softmax = Softmax(no_sums(F.value_dim), weights, sums_of_parts(nought), tops, tops[0] + 1.0)
-    if PLAN.ordered and PLAN.consumers - 1 == NUMBER:
-        pass_order(NUMBER, PLAN.consumers)
+    if PLAN.consumers - 1 == NUMBER:
+        _pass_order(NUMBER, PLAN)
     row = next_turn(shared, done)
     while row >= 0:
         batch = of_turn(shared, done, 1)
@@ -176,16 +175,14 @@ def _consume(
         mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
         mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
         k = place_of(shared.k, taken % PLAN.stages)
-        if PLAN.ordered:
-            wait_for_order(NUMBER)
+        _wait_for_order(NUMBER, PLAN)
         s = product_of_heads(q, k, nought, F.head_dim)
         acc = softmax.acc
         if not PLAN.bounded:
             acc = rescaled(acc, softmax.shrink)
         before = (taken + PLAN.stages - 1) % PLAN.stages
         acc = with_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
-        if PLAN.ordered:
-            pass_order(NUMBER, PLAN.consumers)
+        _pass_order(NUMBER, PLAN)
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         from_origin = of_queries(queries, P, batch, row, F)
@@ -202,15 +199,15 @@ def _consume(
         tops, kept = continued_rows(BEFORE, start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-        leave("keys", taken % PLAN.stages, PLAN)
+        arrive_at("k_empty", taken % PLAN.stages, PLAN)
         keys = _keys(loaded_keys, F, PLAN, PLAN.masked, SCORES)
         s, base, tops, shrink = scored(s, tops, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
         p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
         acc = finished(acc)
         if done > 0:
-            leave("values", before, PLAN)
+            arrive_at("v_empty", before, PLAN)
             if apart(F.value_dim):
-                leave("rest", 0, PLAN)
+                arrive_at("rest_empty", 0, PLAN)
             written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
@@ -231,7 +228,7 @@ def _consume(
         else:
             softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, False, F, PLAN)
         if PLAN.q_places == 1:
-            leave("queries", 0, PLAN)
+            arrive_at("q_empty", 0, PLAN)
         done += 1
         row = next_turn(shared, done)
     if done > 0:
@@ -242,6 +239,24 @@ def _consume(
         acc = with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
         acc = finished(acc)
         written(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
+
+
+@gluon.jit
+def _wait_for_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Waits, if the plan is `ordered`, until consumer `NUMBER` may begin its products.
+
+    Consumers use the tensor cores in rotation: a consumer begins both products of a step when the consumer before it
+    has begun its own. Its softmax then overlaps with the products of the others.
+    """
+    if PLAN.ordered:
+        wait_at("order", NUMBER, PLAN)
+
+
+@gluon.jit
+def _pass_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Lets the consumer after consumer `NUMBER` begin its products."""
+    if PLAN.ordered:
+        arrive_at("order", (NUMBER + 1) % PLAN.consumers, PLAN)
 
 
 @gluon.jit
@@ -272,15 +287,13 @@ def _continued(
     acc, weights, total, tops, shrink = softmax
     last = taken - 1
     mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
-    if PLAN.ordered:
-        wait_for_order(NUMBER)
+    _wait_for_order(NUMBER, PLAN)
     k = place_of(shared.k, taken % PLAN.stages)
     s = product_of_heads(rows.q, k, _no_scores(PLAN), F.head_dim)
     if not PLAN.bounded:
         acc = rescaled(acc, shrink)
     acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
-    if PLAN.ordered:
-        pass_order(NUMBER, PLAN.consumers)
+    _pass_order(NUMBER, PLAN)
     loaded_keys = _loaded_keys(shared, taken, P, rows.batch, F, PLAN, MASKED)
     bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
     # Positions that are loaded before the scores are computed occupy 32 more registers.
@@ -290,8 +303,8 @@ def _continued(
         away = of_keys(shared, taken, F, PLAN, SCORES)
     drawn = _drawn(shared, taken, P, rows, APART, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-    leave("keys", taken % PLAN.stages, PLAN)
-    # A second wait has nothing to wait for, but keeps the assembler from delaying `leave`.
+    arrive_at("k_empty", taken % PLAN.stages, PLAN)
+    # A second wait has nothing to wait for, but keeps the assembler from delaying the arrival.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     keys = _keys(loaded_keys, F, PLAN, MASKED, SCORES)
     if LATE:
@@ -303,12 +316,12 @@ def _continued(
         # The second piece of values has one place. Left before the exponentials, the place is filled again while the
         # other consumer computes.
         acc = rest_finished(acc)
-        leave("rest", 0, PLAN)
+        arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)
     softmax_first(taken)
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     acc = finished(acc)
-    leave("values", last % PLAN.stages, PLAN)
+    arrive_at("v_empty", last % PLAN.stages, PLAN)
     return Softmax(acc, packed(p, rows.q[0].dtype), total, tops, shrink)
 
 

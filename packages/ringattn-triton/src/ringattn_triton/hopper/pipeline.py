@@ -11,8 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .bias_tiles import group_of, tiles_of_bias
-from .forward_barriers import wait_until_left
-from .hardware_barriers import read_number, write_number
+from .hardware_barriers import read_number, wait_at, write_number
 from .head_tiles import (
     apart,
     fetch,
@@ -25,18 +24,19 @@ from .head_tiles import (
     tiles_of_heads,
     tiles_of_results,
 )
+from .plans import CONSUMER_ROWS
 from .positions import loaded_of_keys, origin_of, place_of_positions
-from .schedules import CONSUMER_ROWS
 
 
 class ForwardMemory(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    `x_full` are the barriers that say that a place of `x` is filled; `forward_barriers` say that a place is empty. `q`,
-    `k` and `v` are tuples with an allocation for each piece of a head (`head_tiles`); `rest_full` is for the only place
-    of the second piece of values. `tiles` holds the number of the key tile in each place. The `bias` of a tile, and the
-    key `positions` for ALiBi, arrive with its keys. `turns` has five numbers for a turn: its first query, its batch
-    row, its head, the number of key tiles that need a mask, and the number of key tiles that need none.
+    `x_full` are the barriers that say that a place of `x` is filled; `ForwardPlan.hardware_barriers` say that a place
+    is empty. `q`, `k` and `v` are tuples with an allocation for each piece of a head (`head_tiles`); `rest_full` is for
+    the only place of the second piece of values. `tiles` holds the number of the key tile in each place. The `bias` of
+    a tile, and the key `positions` for ALiBi, arrive with its keys. `turns` has five numbers for a turn: its first
+    query, its batch row, its head, the number of key tiles that need a mask, and the number of key tiles that need
+    none.
     """
 
     q: Any
@@ -213,7 +213,7 @@ def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.cons
     place = number % PLAN.q_places
     full = shared.q_full.index(place)
     if PLAN.q_places == 1 and number > 0:
-        wait_until_left("queries", 0, PLAN)
+        wait_at("q_empty", 0, PLAN)
     if PLAN.stored:
         tma.store_wait(0)
     mbarrier.expect(full, PLAN.q_tile * padded_size(F.head_dim) * 2)
@@ -230,7 +230,7 @@ def _release(shared, place, tiles, PLAN: gl.constexpr):
     It is the turn whose numbers lie in `place`: turn `n` of a program has place `n % 2`. If queries have two places,
     the consumers are then done with the turn's queries too. The results lie where the queries were.
     """
-    wait_until_left("turns", place, PLAN)
+    wait_at("turn_empty", place, PLAN)
     if PLAN.stored:
         CONSUMERS: gl.constexpr = PLAN.consumers
         row = read_number(shared.turns.index(place * 5), 1)
@@ -273,7 +273,7 @@ def _fetch_tile(
     full = shared.k_full.index(place)
     away = loaded_of_keys(P, turn.batch, tile, origin, F, PLAN.kv_tile)
     if fetched.count >= PLAN.stages:
-        wait_until_left("keys", place, PLAN)
+        wait_at("k_empty", place, PLAN)
     if F.distances:
         place_of_positions(shared, fetched.count, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
@@ -297,13 +297,13 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
     place = number % PLAN.stages
     full = shared.v_full.index(place)
     if number >= PLAN.stages:
-        wait_until_left("values", place, PLAN)
+        wait_at("v_empty", place, PLAN)
     mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
     fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[0].index(place), 0)
     if apart(F.value_dim):
         full = shared.rest_full.index(0)
         if number >= 1:
-            wait_until_left("rest", 0, PLAN)
+            wait_at("rest_empty", 0, PLAN)
         mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 1) * 2)
         fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[1].index(0), 1)
 

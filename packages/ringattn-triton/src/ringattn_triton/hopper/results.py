@@ -9,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
-from .forward_barriers import leave
+from .hardware_barriers import arrive_at
 from .head_tiles import apart, dims_of
 from .pipeline import of_turn
-from .schedules import CONSUMER_ROWS
+from .plans import CONSUMER_ROWS
 from .softmax import sum_of_parts
 from .sums import first_of, layout_of, of_dims, pieces, width_of
 
@@ -72,7 +72,7 @@ def written(
     batch = of_turn(shared, number, 1)
     head = of_turn(shared, number, 2)
     if not PLAN.stored:
-        leave("turns", number % 2, PLAN)
+        arrive_at("turn_empty", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     lse, factor = final_rows(tops[0], total, F)
@@ -88,7 +88,7 @@ def written(
             _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
     if PLAN.stored:
         fence_async_shared()
-        leave("turns", number % 2, PLAN)
+        arrive_at("turn_empty", number % 2, PLAN)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.scores import bent, biased, lost_by_distance
 from ..kernels.tokens import visible
 from .dropout import kept
-from .schedules import CONSUMER_ROWS
+from .plans import CONSUMER_ROWS
 
 
 @gluon.jit

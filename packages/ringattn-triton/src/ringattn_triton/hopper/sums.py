@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.core import float32, inline_asm_elementwise
 
 from .head_tiles import apart, dims_of, opaque_zero, piece, product_count
-from .schedules import CONSUMER_ROWS
+from .plans import CONSUMER_ROWS
 from .softmax import as_operand
 
 

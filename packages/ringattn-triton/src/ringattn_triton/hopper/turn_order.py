@@ -12,8 +12,7 @@ from typing import Final
 from ringattn_core.contract.protocol import Block
 
 from ..kernel_inputs import BlockConstants, power_of_two
-from .backward_plan import BackwardPlan
-from .schedules import PROGRAMS
+from .plans import PROGRAMS, BackwardPlan
 
 _TOGETHER: Final = 512
 """Where turns do not wait for each other, as few key heads run side by side as have this many turns (key tiles) in all:
