@@ -84,7 +84,8 @@ def backward(
     # dropout. lse is divided by `unbend`, and float16 does not hold the quotient. Wide heads are bound by the cache.
     of_products = constants.plain and not (constants.capped or constants.dropout) and 1e-30 < constants.unbend < 1e30
     subtracting = of_products and not plan.wide and block.q.dtype == jnp.bfloat16
-    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting)
+    stored = block.final and not plan.wide
+    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting, stored=stored)
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
@@ -203,7 +204,8 @@ def _rows(
 ) -> tuple[Shaped[Array, "B N *rows"], Shaped[Array, "B N *rows"], Float32[Array, "b kinds rows"] | None]:
     """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`.
 
-    If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`).
+    If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`). Numbers of the third
+    are float32, or int32 bitcast to float32.
     """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, gets lse +inf (-inf if it is negated), so that its p is 0.

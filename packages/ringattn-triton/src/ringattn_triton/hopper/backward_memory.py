@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
-from .hardware_barriers import read_number, write_number
+from .hardware_barriers import begin, read_number, write_number
 from .head_tiles import places_of_heads
 
 _NUMBERS: Final = {"turn": 0, "before": 2, "whole": 4, "after": 6, "tile": 8}
@@ -103,11 +103,11 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         bias=bias,
         parts=parts,
     )
-    _begin(shared.barriers, _index("turn_full"), 2, 1)
-    _begin(shared.barriers, _index("turn_empty"), 2, 4)
-    _begin(shared.barriers, _index("kv_empty"), 1, 2)
-    _begin(shared.q_full, 0, PLAN.stages, 1)
-    _begin(shared.barriers, _index("dout_full"), PLAN.dout_stages, 1)
+    begin(shared.barriers, 2, 1, _index("turn_full"))
+    begin(shared.barriers, 2, 4, _index("turn_empty"))
+    begin(shared.barriers, 1, 2, _index("kv_empty"))
+    begin(shared.q_full, PLAN.stages)
+    begin(shared.barriers, PLAN.dout_stages, 1, _index("dout_full"))
     return shared
 
 
@@ -136,10 +136,14 @@ def write(shared, NAME: gl.constexpr, place, number):
 
 @gluon.constexpr_function
 def first_place(KIND, PLAN):
-    """The first place in `BackwardMemory.rows` for `KIND`, one of `PLAN.of_queries`; `None`: the number of places."""
-    kinds = PLAN.of_queries
-    others = 0 if PLAN.subtracting else PLAN.stages + PLAN.dout_stages
-    return others + PLAN.stages * (len(kinds) if KIND is None else kinds.index(KIND))
+    """The first place in `BackwardMemory.rows` for `KIND`: "lse", "delta" or one of `PLAN.of_queries`.
+
+    If `KIND` is `None`, it is the number of all places.
+    """
+    kinds = {} if PLAN.subtracting else {"lse": PLAN.stages, "delta": PLAN.dout_stages}
+    kinds |= dict.fromkeys(PLAN.of_queries, PLAN.stages)
+    before = len(kinds) if KIND is None else list(kinds).index(KIND)
+    return sum(list(kinds.values())[:before])
 
 
 @gluon.constexpr_function
@@ -149,31 +153,23 @@ def plain_layout():
 
 
 @gluon.jit
-def _begin(barriers, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialises `COUNT` barriers from number `FIRST` on. Each completes a phase after `ARRIVALS` arrivals."""
-    for number in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(FIRST + number), count=ARRIVALS)
-
-
-@gluon.jit
 def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
     """The place of dq of consumer `NUMBER`, reinterpreted as a place for its 64 rows of dk or dv in half precision."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
-    return _place_as(shared.dq.index(NUMBER), TYPE, 64, DIM, LAYOUT)
+    return _place_as(shared.dq.index(NUMBER), TYPE, [64, DIM], gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE))
 
 
 @gluon.jit
 def weights_place(shared):
     """The place of ds in `wide_products`, as float32 `[16, 256]` for the softmax weights, in register order."""
-    return _place_as(shared.ds.index(0), gl.float32, 16, 256, plain_layout())
+    return _place_as(shared.ds.index(0), gl.float32, [16, 256], plain_layout())
 
 
 @gluon.jit
-def _place_as(place, TYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def _place_as(place, TYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     if _REINTERPRET:
-        return place.reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
+        return place.reinterpret(TYPE, SHAPE, LAYOUT)
     else:
-        return place._reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
+        return place._reinterpret(TYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit

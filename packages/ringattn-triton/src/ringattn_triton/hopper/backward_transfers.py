@@ -49,7 +49,7 @@ class BackwardTiles(NamedTuple):
     """TMA descriptors of the tiles in global memory that a program fetches and writes.
 
     A tile of `dq` is one piece, in the order of `dq_order`. `of_queries` is used if `PLAN.of_queries` has any kinds,
-    and `dk` and `dv` only if the results have half precision. `bias` is 0 in a call without a bias, and `ds` is 0 in a
+    and `dk` and `dv` if `PLAN.stored`. `bias` is 0 in a call without a bias, and `ds` is 0 in a
     launch that stores no ds.
     """
 
@@ -173,10 +173,7 @@ def _announce(shared, taken, turn, before, whole, after):
 
 
 @gluon.jit
-def add_dq(
-    NUMBER: gl.constexpr, shared, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
-    PLAN: gl.constexpr,
-):  # fmt: skip
+def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The code of writer `NUMBER`: adds the pieces of each dq tile to memory as the consumers compute them.
 
     The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that have
@@ -231,7 +228,7 @@ def add_dq(
                 wait_for_additions()
                 gl.atomic_add(counters + tile, 1, sem="release")
         done += F.group * count
-        if RESULTS_BY_TMA:
+        if PLAN.stored:
             # Consumers hand dv and dk over like two more steps: dv to the writer of the first of these steps, dk to the
             # other writer.
             for half in gl.static_range(2):

@@ -14,6 +14,7 @@ barriers as there are places: that of place `i` is `i` after the first.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @builtin
@@ -33,7 +34,7 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
 
 
 @builtin
-def _arrive_at_one_of_two(FIRST, place, THREADS, _semantic=None):
+def arrive_at_either(FIRST, place, THREADS, _semantic=None):
     first, threads = (_unwrap_if_constexpr(x) for x in (FIRST, THREADS))
     at = _semantic.to_tensor(place).handle
     assembly = (
@@ -63,7 +64,7 @@ def arrive_at_constant(NAME: gl.constexpr, place, PLAN: gl.constexpr, FROM: gl.c
     If the number were in a register, the warp would wait until the barrier has read the register, which happens only
     after all earlier stores of the warp.
     """
-    _arrive_at_one_of_two(_first(NAME, PLAN) + FROM, place, _threads(NAME, PLAN))
+    arrive_at_either(_first(NAME, PLAN) + FROM, place, _threads(NAME, PLAN))
 
 
 @gluon.constexpr_function
@@ -97,6 +98,13 @@ def after_barriers(x, tiles):
     So the result depends on such a read: of the number of a key tile, which is never negative.
     """
     return gl.where(read_number(tiles.index(0), 4) >= 0, x, 0.0)
+
+
+@gluon.jit
+def begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1, FIRST: gl.constexpr = 0):
+    """Initialises `COUNT` barriers in shared memory, from number `FIRST` on, that complete a phase by `ARRIVALS`."""
+    for number in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(FIRST + number), count=ARRIVALS)
 
 
 @gluon.jit

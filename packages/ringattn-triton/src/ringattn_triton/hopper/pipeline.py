@@ -3,7 +3,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """The producer of a forward program on Hopper: one warp that takes turns, fetches tiles by TMA and stores results."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +26,10 @@ from .head_tiles import (
 )
 from .plans import CONSUMER_ROWS
 from .positions import loaded_of_keys, origin_of, place_of_positions
+
+_NUMBERS: Final = {"row": 0, "batch": 1, "head": 2, "masked": 3, "whole": 4}
+"""The numbers of a turn in `ForwardMemory.turns`: its first query, its batch row and head, the number of key tiles that
+need a mask, and the number of key tiles that need none."""
 
 
 class ForwardMemory(NamedTuple):
@@ -84,13 +88,6 @@ class Fetched(NamedTuple):
     count: Any
     row: Any
     head: Any
-
-
-@gluon.jit
-def begin(barriers, PLACES: gl.constexpr):
-    """Initialises `PLACES` barriers in shared memory. Only the producer arrives at each barrier."""
-    for place in gl.static_range(PLACES):
-        mbarrier.init(barriers.index(place), count=1)
 
 
 @gluon.jit
@@ -233,9 +230,9 @@ def _release(shared, place, tiles, PLAN: gl.constexpr):
     wait_at("turn_empty", place, PLAN)
     if PLAN.stored:
         CONSUMERS: gl.constexpr = PLAN.consumers
-        row = read_number(shared.turns.index(place * 5), 1)
-        batch = read_number(shared.turns.index(place * 5 + 1), 1)
-        head = read_number(shared.turns.index(place * 5 + 2), 1)
+        row = read(shared, "row", place, 1)
+        batch = read(shared, "batch", place, 1)
+        head = read(shared, "head", place, 1)
         for number in gl.static_range(CONSUMERS):
             at = [batch, head, row + number * CONSUMER_ROWS, 0]
             mine = shared.q[0].index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q[0].shape[2]))
@@ -250,11 +247,9 @@ def _announce(shared, number, row, batch, head, masked, whole):
     and how many need none. There are places for two turns: all consumers must have finished turn `number - 2`.
     """
     place = number % 2
-    write_number(shared.turns.index(place * 5), row)
-    write_number(shared.turns.index(place * 5 + 1), batch)
-    write_number(shared.turns.index(place * 5 + 2), head)
-    write_number(shared.turns.index(place * 5 + 3), masked)
-    write_number(shared.turns.index(place * 5 + 4), whole)
+    numbers = row, batch, head, masked, whole
+    for index in gl.static_range(5):
+        write_number(shared.turns.index(place * 5 + index), numbers[index])
     mbarrier.arrive(shared.turns_full.index(place), count=1)
 
 
@@ -312,10 +307,15 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
 def next_turn(shared, done):
     """Called by a consumer: waits for turn number `done` of this program. Returns its first query; -1: none is left."""
     mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
-    return of_turn(shared, done, 0)
+    return read(shared, "row", done % 2)
 
 
 @gluon.jit
-def of_turn(shared, done, NUMBER: gl.constexpr):
-    """Reads a number of turn `done`: 0 first query, 1 batch row, 2 head, 3 count of masked key tiles, 4 of others."""
-    return read_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)
+def read(shared, NAME: gl.constexpr, place, WARPS: gl.constexpr = 4):
+    """Reads the number `NAME` (`_NUMBERS`) of the turn in `place`, in a partition of `WARPS` warps."""
+    return read_number(shared.turns.index(place * 5 + _index(NAME)), WARPS)
+
+
+@gluon.constexpr_function
+def _index(NAME):
+    return _NUMBERS[NAME]

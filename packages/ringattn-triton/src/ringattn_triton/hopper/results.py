@@ -10,16 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
 from .hardware_barriers import arrive_at
-from .head_tiles import apart, dims_of
-from .pipeline import of_turn
+from .head_tiles import apart, dims_of, layout_of, rows_of
+from .pipeline import read
 from .plans import CONSUMER_ROWS
-from .softmax import sum_of_parts
-from .sums import first_of, layout_of, of_dims, pieces, width_of
+from .sums import first_of, of_dims, pieces, width_of
 
 
 @gluon.jit
-def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
+def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The `tops` of `softmax.scored` for rows that have seen no key; all their maxima in `tops[0]` are `TOP`."""
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     top = gl.full([CONSUMER_ROWS], TOP, gl.float32, OF_ROWS)
     if F.max_logits:
         return top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)
@@ -28,15 +28,16 @@ def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
+def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr):
     """The `tops` of `softmax.scored` and the row sums with which a turn begins.
 
     They are those of the partial result `BEFORE`, or if `PLAN.fresh` those of rows that have seen no key.
 
     If `PLAN.bounded`, half of the soft cap replaces all maxima.
     """
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
-    tops = no_maxima(LEAST, F, OF_ROWS)
+    tops = no_maxima(LEAST, F, PLAN)
     if PLAN.fresh:
         return tops, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     else:
@@ -55,10 +56,7 @@ def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
-def written(
-    acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
-    PLAN: gl.constexpr, OF_ROWS: gl.constexpr,
-):  # fmt: skip
+def written(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
     """Writes the results of consumer `NUMBER` for turn `number` of this program to `AFTER`.
 
     They are the outputs, from `acc`, the lse and, if `F.max_logits`, the largest score of each row, from `tops[1]`.
@@ -67,10 +65,11 @@ def written(
     registers during the turn.
     """
     OUT = AFTER[0]
-    total = sum_of_parts(total, OF_ROWS)
-    start = of_turn(shared, number, 0) + NUMBER * CONSUMER_ROWS
-    batch = of_turn(shared, number, 1)
-    head = of_turn(shared, number, 2)
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
+    total = gl.convert_layout(gl.sum(total, 1), OF_ROWS)  # of four parts (`softmax.sums_of_parts`)
+    start = read(shared, "row", number % 2) + NUMBER * CONSUMER_ROWS
+    batch = read(shared, "batch", number % 2)
+    head = read(shared, "head", number % 2)
     if not PLAN.stored:
         arrive_at("turn_empty", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.scores import narrowed, scaled
-from ..kernels.tile_loop import owned
 from .backward_memory import (
     barrier,
     finished_turn,
@@ -30,10 +29,10 @@ from .backward_memory import (
     read,
     weights_place,
 )
-from .backward_products import in_register_order, write_gradient
-from .backward_scores import probabilities, tile_of
+from .backward_products import hand_over, in_register_order, write_gradient
+from .backward_scores import numbers_of, probabilities, tile_of
 from .hardware_barriers import arrive_at, arrive_at_constant, wait_at
-from .head_tiles import dims_of, opaque_zero, place_of, product_of_heads
+from .head_tiles import dims_of, layout_of, opaque_zero, place_of, product_of_heads
 from .sums import finished, first_of, no_sums, pieces, with_product
 
 
@@ -110,25 +109,21 @@ def _step_of_dv(
     way, because dout may have only one place.
     """
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.ds.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     place = step % PLAN.stages
     mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
-    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
+    zero = gl.zeros([64, Q_TILE], gl.float32, layout_of(Q_TILE))
     s = product_of_heads(place_of(shared.k, opaque_zero()), place_of(shared.q, place), zero, F.head_dim)
-    tile = 0
-    if MASKED:
-        row, batch, _ = owned(turn, T, F.kv_heads)
-        tile = tile_of(P, batch, read(shared, "tile", place), row, 0, 0, F, PLAN, MASKED, SCORES)
+    tile = tile_of(shared, place, P, turn, 0, 0, F, T, PLAN, MASKED)
     s = warpgroup_mma_wait(0, deps=[s])
-    p, _ = probabilities(s, shared.rows, place, tile, 0, 0, F, PLAN, MASKED, SCORES)
+    p, _ = probabilities(s, tile, F, PLAN, MASKED)
     arrive_at("q_empty", place, PLAN)
     wait_at("weights_empty", 0, PLAN)
     weights_place(shared).store(in_register_order(p))
     arrive_at("weights_full", 0, PLAN)
     dout_place = step % PLAN.dout_stages
     mbarrier.wait(barrier(shared, "dout_full", dout_place), (step // PLAN.dout_stages) & 1)
-    dv = finished(with_product(dv, p.to(TYPE), place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
+    weights = p.to(shared.ds.dtype)
+    dv = finished(with_product(dv, weights, place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
     arrive_at("dout_empty", dout_place, PLAN)
     wait_at("ds_full", 0, PLAN)
     dq = _piece_of_dq(shared, 0)
@@ -147,7 +142,7 @@ def _step_of_dv(
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     """One query tile: `dp = v dout^T - delta`; `ds = p dp`, which both consumers read; `dk += ds q`; the rest of dq."""
     Q_TILE: gl.constexpr = PLAN.q_tile
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
+    SCORES: gl.constexpr = layout_of(Q_TILE)
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     FIRST: gl.constexpr = PIECES - PIECES // 2
     dout_place = step % PLAN.dout_stages
@@ -155,7 +150,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     dout = place_of(shared.dout, dout_place + opaque_zero())
     dp = product_of_heads(place_of(shared.v, opaque_zero()), dout, zero, F.value_dim)
-    minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
+    minus_delta = numbers_of("delta", shared.rows, dout_place, PLAN)
     wait_at("weights_full", 0, PLAN)
     p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -176,11 +171,11 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     else:
         dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
     arrive_at("weights_empty", 0, PLAN)
-    _hand_over(dq, shared, step, PLAN)
+    hand_over(dq, shared, step, 1, PLAN, True)
     dk = finished(dk)
     arrive_at("q_empty", place, PLAN)
     if PIECES // 2 > 1:
-        _hand_over(other, shared, step, PLAN)
+        hand_over(other, shared, step, 1, PLAN, True)
     return dk
 
 
@@ -193,21 +188,11 @@ def _ds_place(shared):
 @gluon.jit
 def _piece_of_dq(shared, NUMBER: gl.constexpr):
     """Begins the product `ds^T k` for piece `NUMBER` of dq, the 64 dimensions from `64 * NUMBER` on."""
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zero = gl.zeros([64, 64], gl.float32, PIECE)
+    zero = gl.zeros([64, 64], gl.float32, layout_of(64))
     ds = _ds_place(shared).permute((1, 0))
     return warpgroup_mma(
         ds, dims_of(place_of(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
     )
-
-
-@gluon.jit
-def _hand_over(dq, shared, step, PLAN: gl.constexpr):
-    """Puts a piece of dq into shared memory; the writer warp of step number `step` adds it to global memory."""
-    wait_at("dq_empty", 1, PLAN)
-    shared.dq.index(1).store(in_register_order(dq))
-    fence_async_shared()
-    arrive_at_constant("dq_full", step % 2, PLAN, 2)
 
 
 @gluon.constexpr_function
