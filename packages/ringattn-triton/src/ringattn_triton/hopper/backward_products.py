@@ -92,8 +92,9 @@ def compute_gradients(
                 gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
         if PLAN.stored:
             mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
-            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV, PLAN)
-            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK, PLAN)
+            # The writers take these results as those of two more steps (`add_dq`).
+            hand_over(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, PLAN, shared.ds.dtype)
+            hand_over(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, PLAN, shared.ds.dtype)
         else:
             row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
             first = row * PLAN.kv_tile + NUMBER * 64
@@ -166,9 +167,7 @@ def _step_of(
     dk = warpgroup_mma(gl.convert_layout(ds, left_of(DIM)), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
     arrive_at_constant("dout_empty", place, PLAN)
-    # The writer makes the fence that must precede the read by TMA. A fence here would wait until everything is stored:
-    # some 270 of the 3,600 cycles of a step.
-    hand_over(dq, shared, step, NUMBER, PLAN, False)
+    hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
     arrive_at_constant("q_empty", place, PLAN)
     return dk, dv, dhead
@@ -189,21 +188,19 @@ def subtracted(product, shared, place, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr, FENCE: gl.constexpr):
-    """Writes a piece of dq, in the order of `dq_order`, to consumer `NUMBER`'s place, for the writer of step `step`."""
+def hand_over(x, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr, TYPE: gl.constexpr = None):
+    """Writes `x` to place `NUMBER` of dq, for the writer of step `step`: a piece of dq, or if `TYPE` is given dk or dv.
+
+    Unless the plan is `wide`, the writer makes the fence that must precede the read by TMA. A fence here would wait
+    until everything is stored: some 270 of the 3,600 cycles of a step.
+    """
     wait_at("dq_empty", NUMBER, PLAN)
-    shared.dq.index(NUMBER).store(in_register_order(dq))
-    if FENCE:
+    if TYPE is None:
+        shared.dq.index(NUMBER).store(in_register_order(x))
+    else:
+        result_place(shared, NUMBER, TYPE, x.shape[1]).store(x.to(TYPE))
+    if PLAN.wide:
         fence_async_shared()
-    arrive_at_constant("dq_full", step % 2, PLAN, 2 * NUMBER)
-
-
-@gluon.jit
-def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: gl.constexpr):
-    """Writes `sums`, dk or dv of 64 keys, to shared memory, for the writer of step `step`, which never comes."""
-    TYPE: gl.constexpr = GRADIENT.dtype.element_ty
-    wait_at("dq_empty", NUMBER, PLAN)
-    result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
     arrive_at_constant("dq_full", step % 2, PLAN, 2 * NUMBER)
 
 

@@ -77,10 +77,9 @@ def by_batch(F):
 def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The code of the fetching warp: takes turns and fetches their keys, values and visited query tiles.
 
-    It fetches into places as they become empty. The next turn is taken only when all fetches of this turn have begun,
-    so that no turn waits long for a busy program. The keys of a turn arrive at the barrier of its first queries, the
-    values at that of its first dout. Keys and values are fetched after these queries and dout, when the previous turn
-    no longer needs its own keys and values.
+    The next turn is taken only when all fetches of this turn have begun, so that no turn waits long for a busy program.
+    The keys of a turn arrive at the barrier of its first queries, the values at that of its first dout. They are
+    fetched after these queries and dout, when the previous turn no longer needs its own keys and values.
     """
     DIM: gl.constexpr = padded_size(F.head_dim)
     VALUE_DIM: gl.constexpr = padded_size(F.value_dim)
@@ -177,13 +176,12 @@ def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.co
     """The code of writer `NUMBER`: adds the pieces of each dq tile to memory as the consumers compute them.
 
     The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that have
-    added to it. A turn waits until the counter equals its rank among the turns that visit the tile. The turn raises the
+    added to it. A turn waits until the counter equals its rank among the turns that visit the tile, and raises the
     counter when its addition has reached memory. This takes about as long as a step: one writer alone would hold the
     consumers up. The counter must be raised with release semantics: without it, bits differed in 5 of 20 runs.
 
-    No turn waits for ever. A turn's rank at a tile follows the order in which running programs take the turns of a
-    head. So a turn adds after turns that a running program has taken. Of the turns that are not done, the one that was
-    taken first waits for none, except for a while in `take_turn`. This holds however many programs run at a time.
+    No turn waits for ever: ranks follow the order in which turns are taken, so that a turn waits only for turns that a
+    running program has taken before. Of those not done, the first waits for none, except for a while in `take_turn`.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype
@@ -251,8 +249,7 @@ def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.co
 def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Adds both halves of a dq tile, one from each consumer, to memory, when it is this turn's time.
 
-    In a launch for a strip, this writer warp (`NUMBER` is 0 for even steps, 1 for odd ones) also stores ds, from place
-    `NUMBER`. A step's ds is complete when the consumers have filled dq, because they write ds first. TMA operations
+    In a launch for a strip, the writer also stores ds, which the consumers have written before dq. TMA operations
     finish reading in the order they were issued, and ds is issued before both halves of dq. So when both places of dq
     are free, ds has been read. A consumer overwrites the place of ds two steps later; in the step between, it has
     waited for its place of dq.
@@ -307,11 +304,8 @@ def _add_wide_pieces(
 @gluon.jit
 def _add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
     """Begins to add a piece of dq to memory. If `PLAN.ordered`, a tile's first turn (`rank` 0) overwrites memory."""
-    if PLAN.ordered:
-        if rank == 0:
-            store(dq, [row, 0], piece)
-        else:
-            async_atomic_add(dq, [row, 0], piece)
+    if PLAN.ordered and rank == 0:
+        store(dq, [row, 0], piece)
     else:
         async_atomic_add(dq, [row, 0], piece)
 

@@ -171,11 +171,11 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     else:
         dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
     arrive_at("weights_empty", 0, PLAN)
-    hand_over(dq, shared, step, 1, PLAN, True)
+    hand_over(dq, shared, step, 1, PLAN)
     dk = finished(dk)
     arrive_at("q_empty", place, PLAN)
     if PIECES // 2 > 1:
-        hand_over(other, shared, step, 1, PLAN, True)
+        hand_over(other, shared, step, 1, PLAN)
     return dk
 
 
