@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """The backward pass in one kernel for Hopper: which blocks the kernel takes, and how it is launched."""
 
 import dataclasses

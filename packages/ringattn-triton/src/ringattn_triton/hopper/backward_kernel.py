@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Attention's backward pass in one kernel for Hopper: dk and dv are summed in registers, dq in global memory.
 
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps

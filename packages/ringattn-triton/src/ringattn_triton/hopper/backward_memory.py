@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """The shared memory and the barriers through which the warps of a one-pass backward program exchange data.
 
 Places of one kind share an allocation: each allocation costs a consumer a register, and consumers have none left.

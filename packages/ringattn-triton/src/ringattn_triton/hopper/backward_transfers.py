@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-# pyright: reportOperatorIssue=false
 """The three single warps of a one-pass backward program: one takes turns and fetches tiles, two add dq to memory."""
 
 from typing import Any, NamedTuple

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """Which query tiles a turn of the one-pass backward visits, in which order. A turn owns a tile of keys."""
 
 from typing import Any, NamedTuple

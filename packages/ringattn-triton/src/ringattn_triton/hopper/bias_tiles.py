@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """Which biases the kernels for Hopper take, and where the kernels find the tiles of a head's bias."""
 
 from ringattn_core.contract.protocol import Block

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false
 """Reorders dq of the one-pass backward kernel, from the order of the tensor cores' registers to `[B, T, N, H]`.
 
 A piece of dq, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps hold

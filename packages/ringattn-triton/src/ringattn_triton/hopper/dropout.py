@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Decides which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
 
 Four entries take their bits from one draw, the two words of one Philox call: those of the global indices `(i, j)`,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """The family of Gluon kernels for Hopper GPUs: which blocks it takes, and the launch of its forward pass.
 
 The module `backward` has the backward pass.

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """The forward kernel for Hopper: an online softmax by warpgroups that use the tensor cores in rotation.
 
 One warp, the producer, fetches tiles by TMA, several tiles ahead. Groups of four warps, the consumers, compute 64

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 """Hardware barriers (PTX `bar`) of groups of warps on Hopper, and numbers that groups exchange in shared memory.
 
 Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 """How a head whose size is a multiple of 8 lies in shared memory: in one or two pieces, which TMA fills up with zeros.
 
 The width of a piece is a power of two. Most heads are one piece. A head of 136 to 192 is two pieces, of 128 and 64:

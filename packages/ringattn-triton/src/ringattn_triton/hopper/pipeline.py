@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """The producer of a forward program on Hopper: one warp that takes turns, fetches tiles by TMA and stores results."""
 
 from typing import Any, Final, NamedTuple

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """The plans of the Hopper kernels by head size and options: tiles, places, registers and hardware barriers."""
 
 import dataclasses

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """Positions for ALiBi in the forward pass on Hopper, float32, relative to the turn's first query (the origin).
 
 The producer loads and converts the positions of a tile of keys once for all threads, and puts them beside the keys.

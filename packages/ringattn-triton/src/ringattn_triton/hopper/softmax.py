@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """The online softmax of a consumer on Hopper: from the product of a tile to its weights, maxima and sums."""
 
 from triton.experimental import gluon

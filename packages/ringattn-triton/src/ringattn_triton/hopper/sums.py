@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Accumulators of a consumer on Hopper: a tuple with one `[64, width]` for each piece of a head.
 
 In the forward pass they sum weighted values; in the backward pass of heads of more than 128, dk or dv

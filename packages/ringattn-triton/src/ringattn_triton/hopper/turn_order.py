@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """In which order the one-pass backward kernel takes its turns, and how many key heads run side by side.
 
 These rules change the time, and the order of sums: of turns that add to dq, and of the steps of a turn that add to dk

@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 """The five products of the one-pass backward for heads of more than 128: one consumer computes dv, the other dk.
 
 Both work on all 64 keys of a turn. The first consumer computes the softmax weights p and adds to dv. It hands p over in
