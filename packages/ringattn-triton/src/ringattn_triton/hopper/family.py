@@ -35,7 +35,7 @@ _TOGETHER: Final = 512
 last long tile ends."""
 _TOGETHER_WITH_DOCUMENTS: Final = 4096
 """The same number for calls with segment ids. There the last turns of a head belong to one document. They may be long,
-and too few to occupy all multiprocessors, so turns of more heads run beside them."""
+and too few to occupy all multiprocessors."""
 _BOUND: Final = 73.0
 """The largest soft cap, in units of log2, with which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
 kernel then subtracts half of the cap from all scores, which leaves a factor of 2^90 in float32 for the number of keys

@@ -20,19 +20,13 @@ store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_share
 
 @gluon.constexpr_function
 def product_count(dim):
-    """How many matrix products `product_of_heads` computes for a head of `dim`, one for each power of two.
-
-    These powers of two are 16 or more, and add up to `dim` rounded up to a multiple of 16.
-    """
+    """How many products `product_of_heads` computes: one for each power of two in `dim`, rounded up to 16s."""
     return (-(-dim // 16)).bit_count()
 
 
 @gluon.constexpr_function
 def piece(dim, number):
-    """The first dimension that matrix product `number` of a head covers, and the number of dimensions; largest first.
-
-    `product_count` says how many products a head of `dim` has.
-    """
+    """The first dimension that product `number` of a head covers, and the number of dimensions; largest first."""
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
         width = 1 << (rest.bit_length() - 1)
@@ -80,9 +74,8 @@ def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr
 def opaque_zero(_semantic=None):
     """Zero at run time, but the compiler cannot know that, nor that it is the same in every step.
 
-    Added to the index of a place, it makes the compiler compute the descriptors of a product where they are used.
-    Otherwise the compiler would compute those of a place that is the same in every step before the loop: 24 descriptors
-    of parts of K and V in the backward pass, which would take 48 registers.
+    Added to the index of a place that is the same in every step, it keeps the compiler from computing the descriptors
+    of a product before the loop: 24 of parts of K and V in the backward pass, which would take 48 registers.
     """
     result = _semantic.builder.get_int32_ty()
     zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)

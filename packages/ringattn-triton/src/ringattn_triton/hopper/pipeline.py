@@ -99,15 +99,14 @@ def produce(
     1. It waits until the consumers have finished the turn before the previous one, unless step 6 did so, and begins to
        store the results of that turn.
     2. It announces the turn to the consumers, and fetches its queries.
-    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before. So with the
-       first keys it also fetches the last values of the previous turn.
-    4. It takes the number of the next turn, and looks up which tiles that turn visits. The number of the first turn
-       comes from the counter too: a program that starts late then does not hold back a long turn.
+    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before, which may
+       be the last of the previous turn.
+    4. It takes the next turn, and looks up which tiles that turn visits.
     5. It fetches the tiles that need no mask in the same way.
     6. If results are `PLAN.stored`, then after the third tile of step 5 it waits until the consumers have finished the
-       previous turn, and begins to store the results of that turn.
+       previous turn, which they do in their first step of this turn, and begins to store the results of that turn.
 
-    Consumers finish a turn, and write its results, in the first step of the next turn.
+    The first turn comes from the counter too: a program that starts late then does not hold back a long turn.
     """
     number = gl.atomic_add(TAKEN, 1, sem="relaxed")
     turn = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
@@ -145,8 +144,7 @@ def produce(
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F, PLAN)
-            # Consumers finish the previous turn in the first step of this turn, whose tiles have been fetched. So this
-            # wait ends, and after the third tile it is short. Before the first tile it would never end.
+            # After the third tile this wait is short. Before the first tile it would never end.
             if PLAN.stored and step == visited.full_from + 2 and announced > 1:
                 _release(shared, announced % 2, tiles, PLAN)
                 released = 1
@@ -196,10 +194,7 @@ def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr)
 
 @gluon.jit
 def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.constexpr, PLAN: gl.constexpr):
-    """Tells the consumers about `turn`, number `number` (from 0) of this program, and fetches its queries.
-
-    It first waits until the consumers have finished turn `number - 2`, unless the caller has waited (`released` is 1).
-    """
+    """Steps 1 and 2 of `produce` for `turn`, number `number` of this program. `released`: step 6 was done before."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     first = turn.row * PLAN.q_tile
     if number > 1 and released == 0:
@@ -220,10 +215,10 @@ def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.cons
 
 @gluon.jit
 def _release(shared, place, tiles, PLAN: gl.constexpr):
-    """Waits until all consumers have finished a turn (a query tile); if `PLAN.stored`, begins to store its results.
+    """Waits until all consumers have finished the turn in `place`; if `PLAN.stored`, begins to store its results.
 
-    It is the turn whose numbers lie in `place`: turn `n` of a program has place `n % 2`. If queries have two places,
-    the consumers are then done with the turn's queries too. The results lie where the queries were.
+    Turn `n` of a program has place `n % 2`. If queries have two places, the consumers are then done with the turn's
+    queries too. The results lie where the queries were.
     """
     wait_at("turn_empty", place, PLAN)
     if PLAN.stored:
@@ -239,10 +234,9 @@ def _release(shared, place, tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def _announce(shared, number, row, batch, head, masked, whole):
-    """Writes the numbers of turn `number` of this program to shared memory, and tells the consumers.
+    """Writes the `_NUMBERS` of turn `number` to shared memory, and tells the consumers; no turn is left if `row` is -1.
 
-    `row` is the first query, or negative if no turn is left; `masked` and `whole` are how many key tiles need a mask,
-    and how many need none. There are places for two turns: all consumers must have finished turn `number - 2`.
+    There are places for two turns: all consumers must have finished turn `number - 2`.
     """
     place = number % 2
     numbers = row, batch, head, masked, whole
@@ -285,7 +279,7 @@ def _fetch_tile(
 
 @gluon.jit
 def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
-    """Starts to fetch the values of the key tile whose keys were fetched last; `fetched` says which tile that is."""
+    """Begins to fetch the values of the key tile whose keys were fetched last (`fetched`)."""
     number = fetched.count - 1
     place = number % PLAN.stages
     full = shared.v_full.index(place)

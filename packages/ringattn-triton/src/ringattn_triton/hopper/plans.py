@@ -73,14 +73,13 @@ class BackwardPlan:
     `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
     computes both, for half of the keys. `masked`: some tiles may need a mask. `ordered`: turns add to dq in the order
     in which they are taken, so that every run gives the same bits. `heads_inside`: a turn visits a query tile for all
-    heads of its group before the next tile, not all tiles for a head first. `upwards`: all but the heads that run last
-    take the turns of their last keys first (`backward_turns.steps_of`). `interleaved`: short turns of some heads are
-    taken between the long turns of the next heads. `abreast`: how many neighbouring key tiles of a head begin together.
-    (`backward_turns.take_turn` explains both.) `of_queries`: which numbers a step reads of each query besides lse and
-    delta, as options and masks need them: "distance" from the first query of the tile, "position", "segment".
-    `subtracting`: the tensor cores subtract lse and delta (`backward_products.subtracted`). `stored`: dk and dv are
-    written by TMA, from shared memory. `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it
-    computes all key tiles and stores no ds.
+    heads of its group before the next tile, not all tiles for a head first. `upwards` (`backward_turns.steps_of`): all
+    but the heads that run last take the turns of their last keys first. `interleaved` (`backward_turns.take_turn`):
+    short turns of some heads are taken between the long turns of the next. `abreast`: how many neighbouring key tiles
+    of a head begin together. `of_queries`: which numbers a step reads of each query besides lse and delta: "distance"
+    from the first query of the tile, "position", "segment". `subtracting`: the tensor cores subtract lse and delta
+    (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared memory. `strip_rows`: a launch
+    computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no ds.
     """
 
     q_tile: int

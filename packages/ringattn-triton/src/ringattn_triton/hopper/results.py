@@ -27,11 +27,10 @@ def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr):
-    """The `tops` of `softmax.scored` and the row sums with which a turn begins.
+    """The `tops` of `softmax.scored` and the row sums with which a turn begins: those of the partial result `BEFORE`.
 
-    They are those of the partial result `BEFORE`, or if `PLAN.fresh` those of rows that have seen no key.
-
-    If `PLAN.bounded`, half of the soft cap replaces all maxima.
+    If `PLAN.fresh`, they are those of rows that have seen no key. If `PLAN.bounded`, half of the soft cap replaces all
+    maxima.
     """
     OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
@@ -57,10 +56,8 @@ def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constex
 def written(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
     """Writes the results of consumer `NUMBER` for turn `number` of this program to `AFTER`.
 
-    They are the outputs, from `acc`, the lse and, if `F.max_logits`, the largest score of each row, from `tops[1]`.
     If results are `PLAN.stored`, the outputs go where the turn's queries were in shared memory, and the producer writes
-    them to global memory. The turn's row, batch row and head are read from shared memory again, so that they occupy no
-    registers during the turn.
+    them to global memory. The turn's numbers are read from shared memory again, to occupy no registers during the turn.
     """
     OUT = AFTER[0]
     OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)

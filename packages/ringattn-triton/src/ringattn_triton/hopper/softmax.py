@@ -18,16 +18,15 @@ def scored(
 
     The second and the third are in units of log2. `tops[0]` has the row maxima. Each is updated only if a score exceeds
     it by more than 8 such units: any number near the maximum gives the same results, and without an update the sums
-    need no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are
-    not used. If `F.max_logits`, `tops[1]` has the exact maxima, for the result of that name. `rows` is a
+    need no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors have
+    no meaning. If `F.max_logits`, `tops[1]` has the exact maxima, for the result of that name. `rows` is a
     `forward_kernel.Rows`.
     """
     top = tops[0]
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
     ONE_SIDED: gl.constexpr = F.distances and F.causal and not MASKED
-    if F.capped:
-        s = bent(s, F)
+    s = bent(s, F)
     if not (F.plain or folded(F)):
         s = s * F.unbend
     if F.bias:
@@ -44,16 +43,15 @@ def scored(
             s = s - lost * gl.abs(rows.from_origin[:, None] - away)
     if MASKED:
         s = _masked(s, rows, keys, F, RAGGED)
-    if PLAN.bounded:
-        if F.max_logits:
-            tops = (top, gl.maximum(tops[1], gl.max(s, 1) * FOLD))
-        return s, top, tops, top
-    else:
-        most = gl.max(s, 1) * FOLD
-        if ONE_SIDED:
-            most = most - offset
-        if F.max_logits:
-            largest = gl.maximum(tops[1], most)
+    most = gl.max(s, 1) * FOLD
+    if ONE_SIDED:
+        most = most - offset
+    if F.max_logits:
+        largest = gl.maximum(tops[1], most)
+    now = top
+    base = top
+    shrink = top
+    if not PLAN.bounded:
         now = gl.maximum(top, most)
         now = gl.where(now > top + 8.0, now, top)
         base = now
@@ -62,10 +60,10 @@ def scored(
         shrink = gl.exp2(top - base)
         if ONE_SIDED:
             base = base + offset
-        if F.max_logits:
-            return s, base, (now, largest), shrink
-        else:
-            return s, base, (now,), shrink
+    if F.max_logits:
+        return s, base, (now, largest), shrink
+    else:
+        return s, base, (now,), shrink
 
 
 @gluon.jit
@@ -91,13 +89,11 @@ def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr):
 
     The sums, `total`, are in four parts (`sums_of_parts`).
     """
-    if PLAN.bounded:
-        p = gl.exp2(s * F.fold - base[:, None])
-        total = total + sums_of_parts(p)
-    else:
-        FOLD: gl.constexpr = fold_of(F)
-        p = gl.exp2(s * FOLD - base[:, None])
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None] + sums_of_parts(p)
+    FOLD: gl.constexpr = fold_of(F)
+    p = gl.exp2(s * FOLD - base[:, None])
+    if not PLAN.bounded:
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None]
+    total = total + sums_of_parts(p)
     if F.dropout:
         p = gl.where(kept(drawn[0], drawn[1], F, PLAN.kv_tile), p, 0.0)
     return p, total
