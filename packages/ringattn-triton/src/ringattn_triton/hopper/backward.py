@@ -118,15 +118,10 @@ def backward(
         grid=(batch * heads * q_tiles * pieces,),
         aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
-        Q_LENGTH=length,
-        HEADS=heads,
-        DIM=dim,
-        Q_TILES=q_tiles,
+        F=constants,
+        PLAN=plan,
         SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put the scale into ds
         FRESH=dq is None,
-        Q_TILE=plan.q_tile,
-        PIECES=pieces,
-        ORDERED=plan.ordered,
     )
     return Gradients.of(block, dq, dk, dv, dbias, None if dheads is None else -dheads)
 

@@ -35,14 +35,13 @@ class BackwardMemory(NamedTuple):
     readers are done with the data.
 
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
-    `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`
-    with the lse of these queries, and a fetch of `dout` into its place `i` fills place `STAGES + i` of `rows` with
-    their -delta. If `PLAN.subtracting`, the same places of `parts` have them instead, with 16 numbers to a query
-    (`backward_kernel._tiles_of_numbers`). The places of `rows` from `first_place(kind)` on have the numbers of
-    `PLAN.of_queries`. Place `i` of `bias` has the bias, if there is a bias. `ds` is the gradient of the scores, with
-    keys as rows; in `wide_products` its place first holds the softmax weights. Each place of `dq` has a piece of a
-    tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses
-    the places `2 i + c`.
+    `v` that of `k`: `BackwardPlan` has their first places. With the queries in place `i` of `q` come their lse and the
+    numbers of `PLAN.of_queries`, each in place `i` of those that `rows` has for it (`first_place`), and the bias in
+    place `i` of `bias`; with a place of `dout` comes -delta. If `PLAN.subtracting`, lse and -delta lie in `parts`
+    instead, first the places of lse, with 16 numbers to a query (`backward_kernel._tiles_of_numbers`). `ds` is the
+    gradient of the scores, with keys as rows; in `wide_products` its place first holds the softmax weights. Each place
+    of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk
+    (`result_place`). Consumer `c` uses the places `2 i + c`.
     """
 
     barriers: Any
@@ -172,10 +171,10 @@ def _place_as(place, TYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Called by a consumer at the end of a turn (one key tile): returns its key tile, batch row and key head.
+    """Called by a consumer at the end of a turn: returns its key tile, batch row and key head.
 
-    Afterwards the turn's numbers may be overwritten. They are read from shared memory once more here, so that no
-    registers hold them through the loops.
+    They come from shared memory once more, so that no registers hold them through the loops. Then the turn's numbers
+    may be overwritten.
     """
     owner = owned(read(shared, "turn", taken % 2), T, KV_HEADS)
     mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
@@ -184,9 +183,6 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
-    """Waits for turn number `taken` (from 0) of this program, and returns its number among all turns of the launch.
-
-    A turn is the work on one key tile. If no turn is left, the result is at least the number of all turns.
-    """
+    """Waits for turn `taken` of this program, and returns its number; if none is left, `turns.count` or more."""
     mbarrier.wait(barrier(shared, "turn_full", taken % 2), (taken // 2) & 1)
     return read(shared, "turn", taken % 2, WARPS)

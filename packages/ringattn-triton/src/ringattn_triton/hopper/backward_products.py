@@ -13,13 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..availability import triton_version
 from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
-from .backward_memory import (
-    barrier,
-    finished_turn,
-    next_turn,
-    read,
-    result_place,
-)
+from .backward_memory import barrier, finished_turn, next_turn, read, result_place
 from .backward_scores import derivatives, head_sums, probabilities, tile_of, with_head_sums
 from .hardware_barriers import arrive_at_constant, wait_at
 from .head_tiles import layout_of, left_of, opaque_zero, product_count, product_of_heads
@@ -102,9 +96,7 @@ def compute_gradients(
 
 
 @gluon.jit
-def write_gradient(
-    sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr,
-):  # fmt: skip
+def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr):
     """Writes dk or dv of 64 keys from key `first` on, dimensions from `FIRST_DIM` on; `DIM` is the whole head size."""
     PADDED: gl.constexpr = sums.shape[1]
     written = sums.to(GRADIENT.dtype.element_ty)

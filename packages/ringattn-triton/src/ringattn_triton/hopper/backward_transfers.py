@@ -10,13 +10,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..kernels.tile_loop import owned
-from .backward_memory import (
-    barrier,
-    first_place,
-    next_turn,
-    result_place,
-    write,
-)
+from .backward_memory import barrier, first_place, next_turn, result_place, write
 from .backward_turns import after_step, rank_of, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
 from .hardware_barriers import arrive_at, wait_at

@@ -29,9 +29,7 @@ def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constex
     A group is the bias of one batch row and head. Batch rows or heads that share a bias share a group.
     """
     GROUPS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1)
-    return tiles_of_piece(
-        bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE
-    )  # fmt: skip
+    return tiles_of_piece(bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE)
 
 
 @gluon.jit

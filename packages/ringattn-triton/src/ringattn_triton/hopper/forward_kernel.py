@@ -140,9 +140,7 @@ def _no_scores(PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
     """The code of consumer `NUMBER`: it computes and writes the results of its 64 queries of every turn."""
     OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     RAGGED: gl.constexpr = F.q_length % PLAN.q_tile != 0

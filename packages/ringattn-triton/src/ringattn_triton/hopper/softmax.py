@@ -11,9 +11,7 @@ from .plans import CONSUMER_ROWS
 
 
 @gluon.jit
-def scored(
-    s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
+def scored(s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr):
     """Four results: scores, what each row subtracts from them, the new `tops`, and factors for each row's sums so far.
 
     The second and the third are in units of log2. `tops[0]` has the row maxima. Each is updated only if a score exceeds

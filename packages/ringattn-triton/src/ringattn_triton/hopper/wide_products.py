@@ -19,13 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.scores import narrowed, scaled
-from .backward_memory import (
-    barrier,
-    finished_turn,
-    next_turn,
-    read,
-    weights_place,
-)
+from .backward_memory import barrier, finished_turn, next_turn, read, weights_place
 from .backward_products import hand_over, in_register_order, write_gradient
 from .backward_scores import numbers_of, probabilities, tile_of
 from .hardware_barriers import arrive_at, arrive_at_constant, wait_at
@@ -97,9 +91,7 @@ def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
 
 
 @gluon.jit
-def _step_of_dv(
-    dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+def _step_of_dv(dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
     """One query tile: scores `s = k q^T`; `p = exp(s - lse)`; `dv += p dout`; two pieces of `dq = ds^T k`.
 
     The consumer hands p over to the other consumer, and takes ds from it. p is computed while the tile's dout is on the
