@@ -39,9 +39,8 @@ def again(place, places, number):
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, shared, P, DK, DV, DHEADS, turns,
-    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+    NUMBER: gl.constexpr, shared, P, DK, DV, DHEADS, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
+):
     """The code of consumer `NUMBER`: computes and writes dk and dv of its 64 keys in every turn, and hands over dq.
 
     dk and dv are summed in registers over all query heads of the group.
@@ -62,7 +61,7 @@ def compute_gradients(
         dk = gl.zeros([64, DIM], gl.float32, layout_of(DIM))
         dv = gl.zeros([64, DIM], gl.float32, layout_of(DIM))
         for part in range(0, PARTS * HEADS):
-            head = 0  # no option but a bias depends on the head
+            head = 0  # for calls in which no option but a bias depends on the head
             if F.by_head:
                 member = part // PARTS
                 _, batch, kv_head = owned(turn, T, F.kv_heads)

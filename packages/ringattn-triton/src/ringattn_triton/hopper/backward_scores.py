@@ -19,10 +19,10 @@ from .softmax import quad_layout, sums_of_parts
 class Tile(NamedTuple):
     """What a step reads for its tile of scores beside q, k, v and dout; a field is 0 where the options do not need it.
 
-    `rows` is `BackwardMemory.rows`, where the numbers of queries stay until they are used, to save registers, and
-    `place` the place of the step's queries there. `head` is the `Head`. `away`: the position of each key minus that of
-    the tile's first query, float32, for distances; exact up to 2^24. `first`, `second`: the two words of each dropout
-    draw. `bits`: a packed mask, 16 keys in each number.
+    `rows`: the memory of that name, from which numbers of queries are read just before they are used, to save
+    registers; `place`: the place of the step's queries. `away`: the position of each key minus that of the tile's first
+    query, float32, for distances; exact up to 2^24. `first`, `second`: the two words of each dropout draw. `bits`: a
+    packed mask, 16 keys in each number.
     """
 
     rows: Any
@@ -110,7 +110,7 @@ def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.const
 
 @gluon.jit
 def _queries(tile, F: gl.constexpr, PLAN: gl.constexpr):
-    """The `Queries` that masks need, read from shared memory just before they are compared, which saves registers."""
+    """The `Queries` that masks need."""
     low = 0
     high = 0
     segment = 0
@@ -123,8 +123,7 @@ def _queries(tile, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def numbers_of(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr):
-    """Reads a number of each query from shared memory, as a row of a tile of scores; `KIND` is that of
-    `first_place`."""
+    """Reads the numbers of kind `KIND` (`first_place`) of the queries in `place`, as a row of a tile of scores."""
     return rows.index(first_place(KIND, PLAN) + place).load(layout_of(PLAN.q_tile))
 
 

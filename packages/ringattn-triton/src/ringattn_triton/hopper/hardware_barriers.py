@@ -5,8 +5,8 @@ Before a thread arrives at a barrier in shared memory, Triton makes all four war
 often once more afterwards. At a hardware barrier each warp arrives for itself, and waiting warps wake earlier. There
 are 16 hardware barriers. They have no phases: no warp may arrive a second time before all have arrived once.
 
-A plan (`ForwardPlan`, `BackwardPlan`) names its barriers in `hardware_barriers`. Such a name stands for as many
-barriers as there are places: that of place `i` is `i` after the first.
+A plan (`ForwardPlan`, `BackwardPlan`) names its barriers in `hardware_barriers`. A name stands for one barrier for each
+place: that of place `i` has a number `i` higher than the first.
 """
 
 from triton.experimental import gluon
@@ -33,6 +33,7 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
 
 @builtin
 def arrive_at_either(FIRST, place, THREADS, _semantic=None):
+    """Arrives, without waiting, at hardware barrier `FIRST` if `place` is 0, else at `FIRST + 1`."""
     first, threads = (_unwrap_if_constexpr(x) for x in (FIRST, THREADS))
     at = _semantic.to_tensor(place).handle
     assembly = (
@@ -100,7 +101,7 @@ def after_barriers(x, tiles):
 
 @gluon.jit
 def begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1, FIRST: gl.constexpr = 0):
-    """Initialises `COUNT` barriers in shared memory, from number `FIRST` on, that complete a phase by `ARRIVALS`."""
+    """Initialises `COUNT` barriers in shared memory from index `FIRST` on; `ARRIVALS` arrivals complete a phase."""
     for number in gl.static_range(COUNT):
         mbarrier.init(barriers.index(FIRST + number), count=ARRIVALS)
 

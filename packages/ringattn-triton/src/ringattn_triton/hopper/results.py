@@ -100,10 +100,7 @@ def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
 
 @gluon.constexpr_function
 def in_sixteens(DIM):
-    """The register layout of `[64, DIM]` two-byte numbers in which each thread has sixteen contiguous bytes of a row.
-
-    It is the layout of a product after every four threads have exchanged numbers.
-    """
+    """The register layout of `[64, DIM]` two-byte numbers in which a thread has sixteen contiguous bytes of a row."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: DIM.bit_length() - 2],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
