@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 import jax
 from ringattn_triton.hopper.backward import TARGET
 from ringattn_triton.hopper.backward_memory import allocated
-from ringattn_triton.hopper.backward_plan import PLANS
+from ringattn_triton.hopper.plans import BACKWARD
 from ringattn_triton.interpreter.programs import interpreted
 from triton.experimental.gluon import language as gl
 from turn_times import Turn, causal_turns
@@ -125,8 +125,8 @@ def schedule() -> str:
     """Which turns three programs take, and when, in the orders of turns that the kernel has."""
     left, height, panel = 84, 17, 72
     pairs = (
-        (PLANS[128], "heads up to 128", ("downwards", "upwards")),
-        (PLANS[192], "heads above 128", ("downwards", "interleaved")),
+        (BACKWARD[128], "heads up to 128", ("downwards", "upwards")),
+        (BACKWARD[192], "heads above 128", ("downwards", "interleaved")),
     )
     canvas = Canvas(4 * panel + 26)
     top = 16
@@ -166,7 +166,7 @@ def waits(turn: Turn) -> list[tuple[float, float]]:
 def order() -> str:
     """For each tile of dq (row) and turn (column): the turn's rank, and when it adds to the tile."""
     tiles, width, height, top = 5, 56, 24, 44
-    plan = PLANS[128]
+    plan = BACKWARD[128]
     rows = tiles * plan.kv_tile // plan.q_tile
     canvas = Canvas(top + rows * height + 26)
     titles = "downwards: the last dq tile first", "upwards: the first dq tile first"
@@ -194,7 +194,9 @@ def order() -> str:
 def places(bias: bool = False) -> list[tuple[str, int, int]]:
     """Each array in shared memory of a program with heads of 128: its name, number of places and bytes of a place."""
     subtracting = not bias  # as in a causal call in bfloat16
-    plan = dataclasses.replace(PLANS[128], masked=True, ordered=True, of_queries=("position",), subtracting=subtracting)
+    plan = dataclasses.replace(
+        BACKWARD[128], masked=True, ordered=True, of_queries=("position",), subtracting=subtracting
+    )
     sizes = SimpleNamespace(head_dim=128, value_dim=128, bias=bias)
     allocate: Any = allocated  # typed as a decorator
     memory = interpreted(allocate)(gl.bfloat16, sizes, plan)

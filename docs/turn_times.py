@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from ringattn_core.contract.tiles import Tiles
 from ringattn_triton import visited_tiles
-from ringattn_triton.hopper.backward_plan import BackwardPlan
 from ringattn_triton.hopper.backward_turns import Turns, rank_of, steps_of, take_turn, tile_at
+from ringattn_triton.hopper.plans import BackwardPlan
 from ringattn_triton.kernels.tile_loop import owned
 from ringattn_triton.launch import launch
 from ringattn_triton.launch.target import INTERPRETER

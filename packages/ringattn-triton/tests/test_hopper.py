@@ -29,7 +29,7 @@ from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.visibility import visible
 from ringattn_triton.block_kernel import _forward
-from ringattn_triton.hopper import family, schedules
+from ringattn_triton.hopper import family, plans
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.launch.target import Target
 
@@ -129,7 +129,7 @@ def test_a_bias_of_minus_90000_on_a_whole_row_allows_its_keys() -> None:
 
 
 def test_a_turn_that_sees_nothing_may_come_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "PROGRAMS", 1)
+    monkeypatch.setattr(plans, "PROGRAMS", 1)
     mask = np.arange(512)[None, None, :, None] // 128 % 2 == 0
     mask = np.broadcast_to(mask, (1, 1, 512, 256))
     block = make_block(1, 512, 256, heads=1, kv_heads=1, dim=128, dtype=HALF, mask=mask)
@@ -292,7 +292,7 @@ def test_a_final_output_has_the_dtype_of_the_queries(option: str, dim: int, adde
 def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = half("causal", 64, 500, 300)
     usual = check(block, "usual")
-    monkeypatch.setattr(schedules, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     np.testing.assert_array_equal(got.out, usual.out)
     np.testing.assert_array_equal(got.lse, usual.lse)
@@ -382,7 +382,7 @@ def test_values_in_two_pieces_go_with_every_other_option(option: str) -> None:
 def test_the_only_place_of_the_second_piece_of_values_is_filled_anew_in_every_step_and_turn(
     programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "PROGRAMS", programs)
+    monkeypatch.setattr(plans, "PROGRAMS", programs)
     block = make_block(1, 512, 640, heads=2, kv_heads=1, dim=192, dtype=HALF, causal=True)
     check(block, "from nothing")
     others = make_block(1, 512, 64, heads=2, kv_heads=1, dim=192)
@@ -401,7 +401,7 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
     With 640 keys some turns have three and more tiles without a mask: those store the results of the turn before.
     """
     monkeypatch.setattr(family, "_too_little", lambda constants: False)
-    monkeypatch.setattr(schedules, "PROGRAMS", 1)
+    monkeypatch.setattr(plans, "PROGRAMS", 1)
     block = make_block(2, q_length, kv_length, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=causal)
     got = computed(dataclasses.replace(block, final=True))
     want = ringattn_xla.block.KERNEL.forward(block, None)

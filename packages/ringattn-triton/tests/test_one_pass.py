@@ -17,8 +17,8 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.hopper import turn_order
-from ringattn_triton.hopper.backward_plan import PLANS, BackwardPlan, plan_of
+from ringattn_triton.hopper import plans, turn_order
+from ringattn_triton.hopper.plans import BackwardPlan
 from ringattn_triton.launch.target import compiling_for
 from ringattn_triton.visited_tiles import TableShape
 from small_gluon_kernels import turns_taken
@@ -146,7 +146,7 @@ def turns_given_out(alone: bool, rows: int = 6, together: int = 1, heads: int = 
     outputs = [((size,), np.int32) for size in (1, count, count)]
     _, turns, seen = interpret(
         turns_taken, [np.zeros(1, np.int32)], outputs, aliases={0: 0},
-        COUNT=count, T=shape, PLAN=dataclasses.replace(PLANS[64], ordered=True, **plan), ALONE=alone,
+        COUNT=count, T=shape, PLAN=dataclasses.replace(plans.BACKWARD[64], ordered=True, **plan), ALONE=alone,
     )  # fmt: skip
     np.testing.assert_array_equal(turns, np.arange(count))
     return seen
@@ -264,7 +264,7 @@ COMPILED = [
 def constants_and_plan(small: Block, tokens: int) -> tuple[kernel_inputs.BlockConstants, BackwardPlan]:
     """The constants of a block, as if it had so many tokens, and the plan for its head sizes."""
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
-    plan = plan_of(constants)
+    plan = plans.backward(constants)
     assert plan is not None
     return constants, plan
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """The backward pass in one kernel for Hopper: which blocks the kernel takes, and how it is launched."""
 
 import dataclasses
@@ -16,9 +17,8 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from ..launch.target import Target
 from ..portable import bias_gradient
-from . import bias_tiles, turn_order
-from .backward_plan import BackwardPlan, plan_of
-from .schedules import PROGRAMS
+from . import bias_tiles, plans, turn_order
+from .plans import PROGRAMS, BackwardPlan
 
 TARGET: Final = Target("cuda", 90)
 """The only device for which the kernels of this family are made."""
@@ -29,7 +29,7 @@ _REGISTERS_AT_START: Final = 168
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block, or `None` if it does."""
-    plan = plan_of(constants)
+    plan = plans.backward(constants)
     if plan is None:
         return "the one-pass backward kernel has no heads of these sizes"
     if block.rule.bwd_params != BwdParams():
@@ -67,7 +67,7 @@ def backward(
     inputs = kernel_inputs.of_block(block, fast=True)
     constants = inputs.constants
     batch, length, heads, dim = block.q.shape
-    plan = plan_of(constants)
+    plan = plans.backward(constants)
     assert plan is not None
     bias = None if block.bias_fixed else block.bias
     plan, turns, side_by_side = turn_order.arranged(plan, block, constants)
@@ -85,7 +85,8 @@ def backward(
     # dropout. lse is divided by `unbend`, and float16 does not hold the quotient. Wide heads are bound by the cache.
     of_products = constants.plain and not (constants.capped or constants.dropout) and 1e-30 < constants.unbend < 1e30
     subtracting = of_products and not plan.wide and block.q.dtype == jnp.bfloat16
-    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting)
+    stored = block.final and not plan.wide
+    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting, stored=stored)
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
@@ -117,15 +118,10 @@ def backward(
         grid=(batch * heads * q_tiles * pieces,),
         aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
-        Q_LENGTH=length,
-        HEADS=heads,
-        DIM=dim,
-        Q_TILES=q_tiles,
+        F=constants,
+        PLAN=plan,
         SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put the scale into ds
         FRESH=dq is None,
-        Q_TILE=plan.q_tile,
-        PIECES=pieces,
-        ORDERED=plan.ordered,
     )
     return Gradients.of(block, dq, dk, dv, dbias, None if dheads is None else -dheads)
 
@@ -204,7 +200,8 @@ def _rows(
 ) -> tuple[Shaped[Array, "B N *rows"], Shaped[Array, "B N *rows"], Float32[Array, "b kinds rows"] | None]:
     """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`.
 
-    If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`).
+    If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`). Numbers of the third
+    are float32, or int32 bitcast to float32.
     """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, gets lse +inf (-inf if it is negated), so that its p is 0.

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Attention's backward pass in one kernel for Hopper: dk and dv are summed in registers, dq in global memory.
 
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
@@ -14,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .backward_memory import allocated, plain_layout
-from .backward_products import compute_gradients, results_by_tma
+from .backward_products import compute_gradients
 from .backward_transfers import BackwardTiles, add_dq, by_batch, fetch_tiles
 from .backward_turns import Turns
 from .bias_tiles import tiles_of_bias
@@ -31,22 +29,16 @@ def backward(
 ):  # fmt: skip
     """Writes dk and dv and adds up dq, by one persistent program for each multiprocessor.
 
-    A turn is one tile of keys of one key head; programs take turns from a counter. `LSE` (in units of log2) and
-    `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the last query, `LSE` is +inf. If
-    `PLAN.subtracting`, both are `[B, N, Q_TILES * q_tile, 8]` (`backward._in_parts`), `LSE` holds `-lse / F.unbend`,
-    and those rows have -inf.
-    `OF_QUERIES [b, kinds, Q_TILES * q_tile]` has the numbers of `PLAN.of_queries`; int32 numbers are bitcast to
-    float32. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without
-    the softmax scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. Unless `PLAN.ordered`, `DQ` and `DQ_BEFORE` are
-    one array, of zeros at first. If `PLAN.ordered`, the first turn of a tile overwrites it, and the counter of a tile
-    that no turn visits stays 0.
+    A turn is one tile of keys of one key head; programs take turns from a counter. `LSE`, `MINUS_DELTA` and
+    `OF_QUERIES` are the results of `backward._rows`. `RANKS` says in which order turns add to a tile of dq. `DQ` is
+    float32 in the order of `dq_order`, without the softmax scale. `X_BEFORE` is one array with `X`, or `None`. Unless
+    `PLAN.ordered`, `DQ` holds zeros at first. If `PLAN.ordered`, the first turn of a tile overwrites it, and the
+    counter of a tile that no turn visits stays 0.
 
     `DHEADS_OR_DS` has parts of the gradient of ALiBi slopes, with the sign changed: a number for each head, part of its
-    steps, key tile and consumer. In a launch for a strip of `PLAN.strip_rows` key tiles (the last strip may have
-    fewer), it is ds for the gradient of the bias instead, `[B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]`, with
-    keys as rows. `FIRST_TILE` holds the number of the strip's first key tile. The other results of a strip continue
-    those of the earlier strips: `DK_BEFORE` is one array with `DK`, and `DV_BEFORE` with `DV`. Without strips,
-    `FIRST_TILE`, `DK_BEFORE` and `DV_BEFORE` are `None`.
+    steps, key tile and consumer. In a launch for a strip of `PLAN.strip_rows` key tiles from number `FIRST_TILE` on
+    (the last strip may have fewer), it is ds for the gradient of the bias instead, `[B, N, PLAN.strip_rows, Q_TILES,
+    kv_tile, q_tile]`, with keys as rows. The other results of a strip continue those of the earlier strips.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     Q_TILE: gl.constexpr = PLAN.q_tile
@@ -56,7 +48,6 @@ def backward(
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     PADDED: gl.constexpr = Q_TILES * Q_TILE
     PLAIN: gl.constexpr = plain_layout()
-    RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     values = V + F.v_start
     if F.stacked:
         DV = DK + F.v_start
@@ -85,8 +76,8 @@ def backward(
         delta=_tiles_of_numbers(MINUS_DELTA, BATCH * F.heads, PADDED, PLAN),
         of_queries=of_queries,
         dq=dq,
-        dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if RESULTS_BY_TMA else dq,
-        dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if RESULTS_BY_TMA else dq,
+        dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if PLAN.stored else dq,
+        dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if PLAN.stored else dq,
         bias=bias,
         ds=ds,
     )
@@ -98,8 +89,8 @@ def backward(
                 (compute_dv, (shared, P, DV, turns, F, T, PLAN)),
                 (compute_dk, (shared, DK, turns, F, T, PLAN)),
                 (fetch_tiles, (shared, tiles, turns, F, T, PLAN)),
-                (add_dq, (0, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
-                (add_dq, (1, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (0, shared, tiles, turns, F, T, PLAN)),
+                (add_dq, (1, shared, tiles, turns, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
@@ -110,8 +101,8 @@ def backward(
                 (compute_gradients, (0, shared, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
                 (compute_gradients, (1, shared, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
                 (fetch_tiles, (shared, tiles, turns, F, T, PLAN)),
-                (add_dq, (0, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
-                (add_dq, (1, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (0, shared, tiles, turns, F, T, PLAN)),
+                (add_dq, (1, shared, tiles, turns, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],

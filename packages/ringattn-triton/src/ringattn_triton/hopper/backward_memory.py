@@ -1,57 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """The shared memory and the barriers through which the warps of a one-pass backward program exchange data.
 
 Places of one kind share an allocation: each allocation costs a consumer a register, and consumers have none left.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
-from .hardware_barriers import FIRST_FREE, read_number
+from .hardware_barriers import begin, read_number, write_number
 from .head_tiles import places_of_heads
 
-DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
-"""The hardware barrier at which consumers learn that ds is written: by both of them, or in `wide_products` by the
-consumer that computes ds. All names down to `DQ_FULL` are numbers of hardware barriers."""
-Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
-"""The first of two hardware barriers, one for each place of queries: both consumers have read the place."""
-DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
-DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
-"""The first of two hardware barriers, one for each consumer: TMA has read the consumer's places of dq."""
-WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 7)
-"""A hardware barrier for `wide_products`: the softmax weights are written to their place in shared memory."""
-WEIGHTS_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE - 1)
-"""A hardware barrier for `wide_products`: the place of the weights may be overwritten, because the consumer of dk has
-read ds, which lay there last. Triton leaves the number free in programs in which at most two partitions have several
-warps."""
-DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
-"""The first of four hardware barriers: at number `2 c + w`, consumer `c` has filled its places of dq for writer `w`."""
-
-TURN: gl.constexpr = gl.constexpr(0)
-"""The index in `BackwardMemory.numbers` of the number of a turn (one key tile of one head); turns use this index and
-the next one alternately. The names down to `AFTER` are such indices too."""
-BEFORE: gl.constexpr = gl.constexpr(2)
-"""The index, used as `TURN` is, of the number of steps with a mask that begin a turn. At `WHOLE` is the number of the
-following steps without a mask, and at `AFTER` that of the last steps, with a mask."""
-WHOLE: gl.constexpr = gl.constexpr(4)
-AFTER: gl.constexpr = gl.constexpr(6)
-TILE: gl.constexpr = gl.constexpr(8)
-"""The first of two indices in `BackwardMemory.numbers`: the number of the query tile in each place of queries."""
-
-TURN_FULL: gl.constexpr = gl.constexpr(0)
-"""The index in `BackwardMemory.barriers` of the first of two barriers: the numbers of a turn can be read. The names
-down to `DOUT_FULL` are such indices too."""
-TURN_EMPTY: gl.constexpr = gl.constexpr(2)
-KV_EMPTY: gl.constexpr = gl.constexpr(4)
-"""The index of a barrier for `wide_products`: both consumers are done with the keys and values of a turn."""
-DOUT_FULL: gl.constexpr = gl.constexpr(5)
-"""The index of the first of the barriers of the places of dout, one for each place: the place is filled."""
+_NUMBERS: Final = {"turn": 0, "before": 2, "whole": 4, "after": 6, "tile": 8}
+"""The index in `BackwardMemory.numbers` of the first of two places of a number. Turns use their two places alternately:
+"turn" is the number of a turn (one key tile of one head). It begins with "before" steps that need a mask, then come
+"whole" steps that need none, and "after" steps that need one. "tile" is the query tile in each place of queries."""
+_BARRIERS: Final = {"turn_full": 0, "turn_empty": 2, "kv_empty": 4, "dout_full": 5}
+"""The index in `BackwardMemory.barriers` of the first barrier of a name: one for each place of turns ("turn_full": its
+numbers can be read) and of dout, and "kv_empty" for `wide_products`: both consumers are done with a turn's k and v."""
 
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
@@ -60,19 +29,19 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class BackwardMemory(NamedTuple):
     """The shared memory through which the warps of a program exchange data.
 
-    `numbers` and `barriers` have the indices named above, and `q_full` has a barrier for each place of queries.
-    Barriers lie in shared memory where TMA arrives, or where they tell of turns. The others are hardware barriers
-    (above). `x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with the data.
+    `numbers` and `barriers` have names (`read`, `write`, `barrier`), and `q_full` has a barrier for each place of
+    queries. Barriers lie in shared memory where TMA arrives, or where they tell of turns. The others are hardware
+    barriers (`BackwardPlan.hardware_barriers`). `x_full` says that a place of `x` holds new data, `x_empty` that its
+    readers are done with the data.
 
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
-    `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`
-    with the lse of these queries, and a fetch of `dout` into its place `i` fills place `STAGES + i` of `rows` with
-    their -delta. If `PLAN.subtracting`, the same places of `parts` have them instead, with 16 numbers to a query
-    (`backward_kernel._tiles_of_numbers`). The places of `rows` from `first_place(kind)` on have the numbers of
-    `PLAN.of_queries`. Place `i` of `bias` has the bias, if there is a bias. `ds` is the gradient of the scores, with
-    keys as rows; in `wide_products` its place first holds the softmax weights. Each place of `dq` has a piece of a
-    tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses
-    the places `2 i + c`.
+    `v` that of `k`: `BackwardPlan` has their first places. With the queries in place `i` of `q` come their lse and the
+    numbers of `PLAN.of_queries`, each in place `i` of those that `rows` has for it (`first_place`), and the bias in
+    place `i` of `bias`; with a place of `dout` comes -delta. If `PLAN.subtracting`, lse and -delta lie in `parts`
+    instead, first the places of lse, with 16 numbers to a query (`backward_kernel._tiles_of_numbers`). `ds` is the
+    gradient of the scores, with keys as rows; in `wide_products` its place first holds the softmax weights. Each place
+    of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk
+    (`result_place`). Consumer `c` uses the places `2 i + c`.
     """
 
     barriers: Any
@@ -118,7 +87,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         PARTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, 16], TYPE)
         parts = gl.allocate_shared_memory(TYPE, [PLAN.stages + PLAN.dout_stages, PLAN.q_tile, 16], PARTS)
     shared = BackwardMemory(
-        barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
+        barriers=gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
         rows=rows,
@@ -126,25 +95,52 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         dout=dout,
         k=k,
         v=v,
-        ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, DS_ROWS, PLAN.q_tile], DS),
-        dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
+        ds=gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else PLAN.stages, DS_ROWS, PLAN.q_tile], DS),
+        dq=gl.allocate_shared_memory(gl.float32, [3 if PLAN.wide else 2, 16, 256], PLAIN),
         bias=bias,
         parts=parts,
     )
-    _begin(shared.barriers, TURN_FULL, 2, 1)
-    _begin(shared.barriers, TURN_EMPTY, 2, 4)
-    _begin(shared.barriers, KV_EMPTY, 1, 2)
-    _begin(shared.q_full, 0, PLAN.stages, 1)
-    _begin(shared.barriers, DOUT_FULL, PLAN.dout_stages, 1)
+    begin(shared.barriers, 2, 1, _index("turn_full"))
+    begin(shared.barriers, 2, 4, _index("turn_empty"))
+    begin(shared.barriers, 1, 2, _index("kv_empty"))
+    begin(shared.q_full, PLAN.stages)
+    begin(shared.barriers, PLAN.dout_stages, 1, _index("dout_full"))
     return shared
 
 
 @gluon.constexpr_function
+def _index(NAME):
+    return (_NUMBERS | _BARRIERS)[NAME]
+
+
+@gluon.jit
+def barrier(shared, NAME: gl.constexpr, place):
+    """The barrier `NAME` (`_BARRIERS`) of place `place`."""
+    return shared.barriers.index(_index(NAME) + place)
+
+
+@gluon.jit
+def read(shared, NAME: gl.constexpr, place, WARPS: gl.constexpr = 4):
+    """Reads the number `NAME` (`_NUMBERS`) from place `place`, in a partition of `WARPS` warps."""
+    return read_number(shared.numbers.index(_index(NAME) + place), WARPS)
+
+
+@gluon.jit
+def write(shared, NAME: gl.constexpr, place, number):
+    """Writes the number `NAME` to place `place`, in a partition of one warp."""
+    write_number(shared.numbers.index(_index(NAME) + place), number)
+
+
+@gluon.constexpr_function
 def first_place(KIND, PLAN):
-    """The first place in `BackwardMemory.rows` for `KIND`, one of `PLAN.of_queries`; `None`: the number of places."""
-    kinds = PLAN.of_queries
-    others = 0 if PLAN.subtracting else PLAN.stages + PLAN.dout_stages
-    return others + PLAN.stages * (len(kinds) if KIND is None else kinds.index(KIND))
+    """The first place in `BackwardMemory.rows` for `KIND`: "lse", "delta" or one of `PLAN.of_queries`.
+
+    If `KIND` is `None`, it is the number of all places.
+    """
+    kinds = {} if PLAN.subtracting else {"lse": PLAN.stages, "delta": PLAN.dout_stages}
+    kinds |= dict.fromkeys(PLAN.of_queries, PLAN.stages)
+    before = len(kinds) if KIND is None else list(kinds).index(KIND)
+    return sum(list(kinds.values())[:before])
 
 
 @gluon.constexpr_function
@@ -154,50 +150,39 @@ def plain_layout():
 
 
 @gluon.jit
-def _begin(barriers, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialises `COUNT` barriers from number `FIRST` on. Each completes a phase after `ARRIVALS` arrivals."""
-    for number in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(FIRST + number), count=ARRIVALS)
-
-
-@gluon.jit
 def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
     """The place of dq of consumer `NUMBER`, reinterpreted as a place for its 64 rows of dk or dv in half precision."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
-    return _place_as(shared.dq.index(NUMBER), TYPE, 64, DIM, LAYOUT)
+    return _place_as(shared.dq.index(NUMBER), TYPE, [64, DIM], gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE))
 
 
 @gluon.jit
 def weights_place(shared):
     """The place of ds in `wide_products`, as float32 `[16, 256]` for the softmax weights, in register order."""
-    return _place_as(shared.ds.index(0), gl.float32, 16, 256, plain_layout())
+    return _place_as(shared.ds.index(0), gl.float32, [16, 256], plain_layout())
 
 
 @gluon.jit
-def _place_as(place, TYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def _place_as(place, TYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     if _REINTERPRET:
-        return place.reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
+        return place.reinterpret(TYPE, SHAPE, LAYOUT)
     else:
-        return place._reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
+        return place._reinterpret(TYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit
 def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Called by a consumer at the end of a turn (one key tile): returns its key tile, batch row and key head.
+    """Called by a consumer at the end of a turn: returns its key tile, batch row and key head.
 
-    Afterwards the turn's numbers may be overwritten. They are read from shared memory once more here, so that no
-    registers hold them through the loops.
+    They come from shared memory once more, so that no registers hold them through the loops. Then the turn's numbers
+    may be overwritten.
     """
-    owner = owned(read_number(shared.numbers.index(TURN + taken % 2), 4), T, KV_HEADS)
-    mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
+    owner = owned(read(shared, "turn", taken % 2), T, KV_HEADS)
+    mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
     return owner
 
 
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
-    """Waits for turn number `taken` (from 0) of this program, and returns its number among all turns of the launch.
-
-    A turn is the work on one key tile. If no turn is left, the result is at least the number of all turns.
-    """
-    mbarrier.wait(shared.barriers.index(TURN_FULL + taken % 2), (taken // 2) & 1)
-    return read_number(shared.numbers.index(TURN + taken % 2), WARPS)
+    """Waits for turn `taken` of this program, and returns its number; if none is left, `turns.count` or more."""
+    mbarrier.wait(barrier(shared, "turn_full", taken % 2), (taken // 2) & 1)
+    return read(shared, "turn", taken % 2, WARPS)

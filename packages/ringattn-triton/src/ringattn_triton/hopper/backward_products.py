@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 """The five products of the one-pass backward: what a consumer (four warps) computes for its 64 keys of a turn."""
 
 from triton.experimental import gluon
@@ -16,27 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..availability import triton_version
 from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
-from .backward_memory import (
-    AFTER,
-    BEFORE,
-    DOUT_EMPTY,
-    DOUT_FULL,
-    DQ_EMPTY,
-    DQ_FULL,
-    DS_FULL,
-    Q_EMPTY,
-    TILE,
-    TURN_EMPTY,
-    WHOLE,
-    finished_turn,
-    next_turn,
-    result_place,
-)
-from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
-from .hardware_barriers import arrive_at, hardware_barrier, read_number
-from .head_tiles import opaque_zero, product_count, product_of_heads
+from .backward_memory import barrier, finished_turn, next_turn, read, result_place
+from .backward_scores import derivatives, head_sums, probabilities, tile_of, with_head_sums
+from .hardware_barriers import arrive_at_constant, wait_at
+from .head_tiles import layout_of, left_of, opaque_zero, product_count, product_of_heads
 from .results import places
-from .sums import layout_of
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
@@ -56,63 +37,54 @@ def again(place, places, number):
         return place
 
 
-@gluon.constexpr_function
-def results_by_tma(GRADIENT, PLAN):
-    """Whether consumers leave dk and dv in shared memory, from where TMA writes them to global memory."""
-    return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
-
-
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, shared, P, DK, DV, DHEADS, turns,
-    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+    NUMBER: gl.constexpr, shared, P, DK, DV, DHEADS, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
+):
     """The code of consumer `NUMBER`: computes and writes dk and dv of its 64 keys in every turn, and hands over dq.
 
     dk and dv are summed in registers over all query heads of the group.
     """
     DIM: gl.constexpr = F.padded_head_dim
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # A head's steps come in two parts: `before` masked steps and all whole steps, then `after` masked steps. Both parts
     # run through one copy of the code.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
     HEADS: gl.constexpr = 1 if PLAN.heads_inside else F.group
     TIMES: gl.constexpr = F.group if PLAN.heads_inside else 1
-    RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = TIMES * read_number(shared.numbers.index(BEFORE + taken % 2), 4)
-        whole = TIMES * read_number(shared.numbers.index(WHOLE + taken % 2), 4)
-        after = TIMES * read_number(shared.numbers.index(AFTER + taken % 2), 4)
-        dk = gl.zeros([64, DIM], gl.float32, SUMS)
-        dv = gl.zeros([64, DIM], gl.float32, SUMS)
+        before = TIMES * read(shared, "before", taken % 2)
+        whole = TIMES * read(shared, "whole", taken % 2)
+        after = TIMES * read(shared, "after", taken % 2)
+        dk = gl.zeros([64, DIM], gl.float32, layout_of(DIM))
+        dv = gl.zeros([64, DIM], gl.float32, layout_of(DIM))
         for part in range(0, PARTS * HEADS):
-            head = _head_of(P, turn, part // PARTS, F, T)
+            head = 0  # for calls in which no option but a bias depends on the head
+            if F.by_head:
+                member = part // PARTS
+                _, batch, kv_head = owned(turn, T, F.kv_heads)
+                head = of_head(P, batch, kv_head * F.group + member, F)
             dhead = head_sums(F)
             if PLAN.masked:
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
-                    dk, dv, dhead = _step_of(
-                        dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, True, SCORES, SUMS
-                    )
+                    dk, dv, dhead = _step_of(dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, True)
                 done = end
             end = done + (gl.where(part % 2 == 0, whole, 0) if PLAN.masked else whole)
             for step in range(done, end):
-                dk, dv, dhead = _step_of(
-                    dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, False, SCORES, SUMS
-                )
+                dk, dv, dhead = _step_of(dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, False)
             done = end
             if F.per_head_gradient:
                 row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
-        if RESULTS_BY_TMA:
-            mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
-            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV)
-            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK)
+        if PLAN.stored:
+            mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
+            # The writers take these results as those of two more steps (`add_dq`).
+            hand_over(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, PLAN, shared.ds.dtype)
+            hand_over(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, PLAN, shared.ds.dtype)
         else:
             row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
             first = row * PLAN.kv_tile + NUMBER * 64
@@ -123,31 +95,18 @@ def compute_gradients(
 
 
 @gluon.jit
-def write_gradient(
-    sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr,
-):  # fmt: skip
+def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr):
     """Writes dk or dv of 64 keys from key `first` on, dimensions from `FIRST_DIM` on; `DIM` is the whole head size."""
     PADDED: gl.constexpr = sums.shape[1]
-    SUMS: gl.constexpr = layout_of(PADDED)
-    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
-    at, inside = places(first, batch, kv_head, F.kv_length, F.kv_heads, DIM, FIRST_DIM, PADDED, SUMS)
+    written = sums.to(GRADIENT.dtype.element_ty)
+    at, inside = places(first, batch, kv_head, F.kv_length, F.kv_heads, DIM, FIRST_DIM, PADDED, layout_of(PADDED))
     gl.store(GRADIENT + at, written, mask=inside)
-
-
-@gluon.jit
-def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr):
-    """The `Head` of query head number `member` of a turn's group; 0 if no option but a bias depends on the head."""
-    if F.by_head:
-        _, batch, kv_head = owned(turn, T, F.kv_heads)
-        return of_head(P, batch, kv_head * F.group + member, F)
-    else:
-        return 0
 
 
 @gluon.jit
 def _step_of(
     dk, dv, dhead, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
-    PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+    PLAN: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One step: a query tile against the consumer's 64 keys, which are the rows of all tiles of scores.
 
@@ -157,14 +116,10 @@ def _step_of(
     """
     DIM: gl.constexpr = F.padded_head_dim
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.ds.dtype
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
-    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    zero_dq = gl.zeros([64, 64], gl.float32, HALF)
+    zero = gl.zeros([64, Q_TILE], gl.float32, layout_of(Q_TILE))
+    zero_dq = gl.zeros([64, 64], gl.float32, layout_of(64))
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
-    ds_place = step % PLAN.ds_places
     # In this kernel a head is one piece (`head_tiles`).
     k = shared.k[0].index(opaque_zero())
     v = shared.v[0].index(PLAN.v_first + opaque_zero())
@@ -173,81 +128,68 @@ def _step_of(
     dout = shared.dout[0].index(dout_place)
     mbarrier.wait(shared.q_full.index(place), phase)
     s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
-    s = subtracted(s, shared, place, PLAN, SCORES)
-    mbarrier.wait(shared.barriers.index(DOUT_FULL + place), phase)
+    s = subtracted(s, shared, place, PLAN)
+    mbarrier.wait(barrier(shared, "dout_full", place), phase)
     v = again(v, shared.v, PLAN.v_first)
     v = v.slice(NUMBER * 64, 64, dim=0)
     dp = product_of_heads((v,), (again(dout, shared.dout, dout_place),), zero, F.value_dim)
-    dp = subtracted(dp, shared, PLAN.stages + place, PLAN, SCORES)
-    tile = 0
-    if MASKED or F.distances or F.dropout:
-        row, batch, _ = owned(turn, T, F.kv_heads)
-        tile = tile_of(
-            P, batch, read_number(shared.numbers.index(TILE + place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
-        )  # fmt: skip
-    bias = bias_of(shared, place, NUMBER, F, SCORES)
+    dp = subtracted(dp, shared, PLAN.stages + place, PLAN)
+    tile = tile_of(shared, place, P, turn, head, NUMBER, F, T, PLAN, MASKED)
     s = warpgroup_mma_wait(product_count(F.value_dim) + (1 if PLAN.subtracting else 0), deps=[s])
-    p, steep = probabilities(s, shared.rows, place, tile, bias, head, F, PLAN, MASKED, SCORES)
-    left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
+    p, steep = probabilities(s, tile, F, PLAN, MASKED)
+    left = gl.convert_layout(p.to(shared.ds.dtype), left_of(DIM))
     dv = warpgroup_mma(left, again(dout, shared.dout, dout_place), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    if PLAN.subtracting:
-        exact = steep * dp
-    else:
-        exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
-    dhead = with_head_sums(dhead, exact, shared.rows, place, tile, F, PLAN, SCORES)
+    exact = derivatives(steep, dp, tile, F, PLAN)
+    dhead = with_head_sums(dhead, exact, tile, F, PLAN)
     ds = narrowed(exact, shared.ds, F)
-    shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
-    hardware_barrier("sync", DS_FULL, 256)
+    shared.ds.index(place).slice(NUMBER * 64, 64, dim=0).store(ds)
+    wait_at("ds_full", 0, PLAN)
     fence_async_shared()  # for both consumers' ds, whose stores have ended at the barrier: it waits for none
-    both = shared.ds.index(ds_place)
+    both = shared.ds.index(place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
         dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
     else:  # a consumer's half of dq is 64 rows
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, left_of(DIM)), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    arrive_at(DOUT_EMPTY, place, 288)
-    _hand_over(dq, shared, step, NUMBER)
+    arrive_at_constant("dout_empty", place, PLAN)
+    hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    arrive_at(Q_EMPTY, place, 288)
+    arrive_at_constant("q_empty", place, PLAN)
     return dk, dv, dhead
 
 
 @gluon.jit
-def subtracted(product, shared, place, PLAN: gl.constexpr, SCORES: gl.constexpr):
+def subtracted(product, shared, place, PLAN: gl.constexpr):
     """Begins to subtract lse or delta of each query from a product, if `PLAN.subtracting`.
 
     Place `place` of `shared.parts` has the negative numbers in parts, and a product of ones and these parts is added.
     That takes half the time of reading the numbers of a quarter of the queries into the registers of every thread.
     """
     if PLAN.subtracting:
-        ones = gl.full([64, 16], 1.0, shared.parts.dtype, gl.DotOperandLayout(0, SCORES, 2))
+        ones = gl.full([64, 16], 1.0, shared.parts.dtype, left_of(PLAN.q_tile))
         return warpgroup_mma(ones, shared.parts.index(place).permute((1, 0)), product, is_async=True)
     else:
         return product
 
 
 @gluon.jit
-def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
-    """Writes half a tile of dq to shared memory, in the order of `dq_order`, for the warp that adds dq to memory.
+def hand_over(x, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr, TYPE: gl.constexpr = None):
+    """Writes `x` to place `NUMBER` of dq, for the writer of step `step`: a piece of dq, or if `TYPE` is given dk or dv.
 
-    That warp also makes the fence that must precede the read by TMA. A fence here would wait until everything is
-    stored: some 270 of the 3,600 cycles of a step.
+    Unless the plan is `wide`, the writer makes the fence that must precede the read by TMA. A fence here would wait
+    until everything is stored: some 270 of the 3,600 cycles of a step.
     """
-    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
-    shared.dq.index(NUMBER).store(in_register_order(dq))
-    arrive_at(DQ_FULL + 2 * NUMBER, step % 2, 160)
-
-
-@gluon.jit
-def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
-    """Writes `sums`, dk or dv of 64 keys, to shared memory, for the warp that would add dq of step number `step`."""
-    TYPE: gl.constexpr = GRADIENT.dtype.element_ty
-    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
-    result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
-    arrive_at(DQ_FULL + 2 * NUMBER, step % 2, 160)
+    wait_at("dq_empty", NUMBER, PLAN)
+    if TYPE is None:
+        shared.dq.index(NUMBER).store(in_register_order(x))
+    else:
+        result_place(shared, NUMBER, TYPE, x.shape[1]).store(x.to(TYPE))
+    if PLAN.wide:
+        fence_async_shared()
+    arrive_at_constant("dq_full", step % 2, PLAN, 2 * NUMBER)
 
 
 @gluon.jit

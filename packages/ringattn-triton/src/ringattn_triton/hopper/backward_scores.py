@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Masks, soft cap, ALiBi and dropout of a tile of scores in the one-pass backward. The rows of a tile are keys."""
 
 from typing import Any, NamedTuple
@@ -10,134 +8,139 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent, biased, lost_by_distance
+from ..kernels.tile_loop import owned
 from ..kernels.tokens import Queries, first_counter, of_columns, range_of, visible
-from .backward_memory import first_place
+from .backward_memory import first_place, read
 from .dropout import kept, of_draws, own_draws
+from .head_tiles import layout_of, rows_of
 from .softmax import quad_layout, sums_of_parts
 
 
 class Tile(NamedTuple):
-    """What a step loads for its tile of scores beside q, k, v and dout; a field is 0 where the options do not need it.
+    """What a step reads for its tile of scores beside q, k, v and dout; a field is 0 where the options do not need it.
 
-    `away`: the position of each key minus that of the tile's first query, float32, for distances; exact up to 2^24.
-    `first`, `second`: the two words of each dropout draw. `bits`: a packed mask, 16 keys in each number.
+    `rows`: the memory of that name, from which numbers of queries are read just before they are used, to save
+    registers; `place`: the place of the step's queries. `away`: the position of each key minus that of the tile's first
+    query, float32, for distances; exact up to 2^24. `first`, `second`: the two words of each dropout draw. `bits`: a
+    packed mask, 16 keys in each number.
     """
 
+    rows: Any
+    place: Any
+    head: Any
     keys: Any
     away: Any
     first: Any
     second: Any
     bits: Any
+    bias: Any
 
 
 @gluon.jit
 def tile_of(
-    P, batch, q_tile, kv_tile, head, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
-    SCORES: gl.constexpr,
+    shared, place, P, turn, head, NUMBER: gl.constexpr, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Loads the `Tile` of query tile `q_tile` and consumer `NUMBER`'s 64 keys of key tile `kv_tile`."""
+    """Loads the `Tile` of the queries in `place` and of consumer `NUMBER`'s 64 keys of a turn."""
+    OF_KEYS: gl.constexpr = rows_of(PLAN.q_tile)
     keys = 0
     away = 0
     first = 0
     second = 0
     bits = 0
-    q_start = q_tile * PLAN.q_tile
-    kv_start = kv_tile * PLAN.kv_tile
-    if MASKED:
-        columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        keys = of_columns(P, batch, kv_start, columns, 0, F, PLAN.kv_tile, True)
-    if F.distances:
-        column = kv_start + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        if F.kv_length % PLAN.kv_tile != 0:
-            column = gl.minimum(column, F.kv_length - 1)
-        found = gl.load(P.kv_positions + (batch * F.kv_positions_batch + column))
-        origin = gl.load(P.q_positions + (batch * F.q_positions_batch + q_start))
-        away = (found - origin).to(gl.float32)[:, None]
-    if F.dropout:
-        first, second = _draws(P, batch, q_start, kv_start + NUMBER * 64, head.dropout_key, NUMBER, F, PLAN)
-    if MASKED and F.masks:
-        bits = _mask_bits(head.mask_words, q_start, kv_start + NUMBER * 64, F, PLAN)
-    return Tile(keys, away, first, second, bits)
-
-
-@gluon.jit
-def bias_of(shared, place, NUMBER: gl.constexpr, F: gl.constexpr, SCORES: gl.constexpr):
-    """Reads from `shared` the bias of a query tile and consumer `NUMBER`'s 64 keys (the rows); 0 without a bias."""
+    bias = 0
+    if MASKED or F.distances or F.dropout:
+        row, batch, _ = owned(turn, T, F.kv_heads)
+        q_start = read(shared, "tile", place) * PLAN.q_tile
+        kv_start = row * PLAN.kv_tile
+        if MASKED:
+            columns = NUMBER * 64 + gl.arange(0, 64, OF_KEYS)
+            keys = of_columns(P, batch, kv_start, columns, 0, F, PLAN.kv_tile, True)
+        if F.distances:
+            column = kv_start + NUMBER * 64 + gl.arange(0, 64, OF_KEYS)
+            if F.kv_length % PLAN.kv_tile != 0:
+                column = gl.minimum(column, F.kv_length - 1)
+            found = gl.load(P.kv_positions + (batch * F.kv_positions_batch + column))
+            origin = gl.load(P.q_positions + (batch * F.q_positions_batch + q_start))
+            away = (found - origin).to(gl.float32)[:, None]
+        if F.dropout:
+            first, second = _draws(P, batch, q_start, kv_start + NUMBER * 64, head.dropout_key, NUMBER, F, PLAN)
+        if MASKED and F.masks:
+            bits = _mask_bits(head.mask_words, q_start, kv_start + NUMBER * 64, F, PLAN)
     if F.bias:
-        return shared.bias.index(place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(SCORES)
-    else:
-        return 0
+        bias = shared.bias.index(place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(layout_of(PLAN.q_tile))
+    return Tile(shared.rows, place, head, keys, away, first, second, bits, bias)
 
 
 @gluon.jit
-def probabilities(
-    s, rows, place, tile, bias, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
-):
-    """Two results: probabilities `p`, and `steep`: `p` times the derivative of the soft cap, which `derivatives` takes.
+def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
+    """Two results: the weights `p` after dropout, without the factor `1 / (1 - dropout)`, and `steep` for
+    `derivatives`.
 
-    In both, the entries that dropout drops have a minus sign.
+    `steep` is `p` before dropout times the derivative of the soft cap, with a minus sign where dropout drops the entry.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
     bend = bent(s, F)
     lse = 0.0
     if not PLAN.subtracting:
-        lse = rows.index(place).load(SCORES)
+        lse = numbers_of("lse", tile.rows, tile.place, PLAN)
     if F.bias:
-        p = gl.exp2(biased(bend * F.unbend, bias) * LOG2_E - lse)
+        p = gl.exp2(biased(bend * F.unbend, tile.bias) * LOG2_E - lse)
     elif F.distances:
-        lost = lost_by_distance(head, F, False)
-        p = gl.exp2(bend * FOLD - lse - (lost * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
+        lost = lost_by_distance(tile.head, F, False)
+        p = gl.exp2(bend * FOLD - lse - (lost * LOG2_E) * _distance(tile, PLAN))
     else:
         p = gl.exp2(bend * FOLD - lse)
     if MASKED:  # rows past the end have lse +inf
         UNMASKED: gl.constexpr = F.without_masks
         RAGGED: gl.constexpr = F.kv_length % PLAN.kv_tile != 0
-        seen = visible(_queries(rows, place, F, PLAN, SCORES), tile.keys, head, UNMASKED, RAGGED, False)
+        seen = visible(_queries(tile, F, PLAN), tile.keys, tile.head, UNMASKED, RAGGED, False)
         if F.masks:
-            seen = seen & _spread(tile.bits, PLAN.q_tile, SCORES)
+            seen = seen & _spread(tile.bits, PLAN.q_tile)
         p = gl.where(seen, p, 0.0)
     if F.dropout:
-        p = gl.where(kept(tile.first, tile.second, F, PLAN.q_tile, SCORES, True), p, -p)
+        p = gl.where(kept(tile.first, tile.second, F, PLAN.q_tile, True), p, -p)
     steep = p
     if F.capped:
         steep = p * (1.0 - bend * bend)
+    if F.dropout:
+        p = gl.maximum(p, 0.0)
     return p, steep
 
 
 @gluon.jit
-def _queries(rows, place, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """The `Queries` that masks need, read from shared memory just before they are compared, which saves registers."""
+def _queries(tile, F: gl.constexpr, PLAN: gl.constexpr):
+    """The `Queries` that masks need."""
     low = 0
     high = 0
     segment = 0
     if F.below or F.above:
-        low, high = range_of(_whole_numbers("position", rows, place, PLAN, SCORES), F)
+        low, high = range_of(numbers_of("position", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True), F)
     if F.segments:
-        segment = _whole_numbers("segment", rows, place, PLAN, SCORES)
+        segment = numbers_of("segment", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
     return Queries(0, 0, low, high, 0, 0, segment)
 
 
 @gluon.jit
-def _whole_numbers(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    return rows.index(first_place(KIND, PLAN) + place).load(SCORES).to(gl.int32, bitcast=True)
+def numbers_of(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr):
+    """Reads the numbers of kind `KIND` (`first_place`) of the queries in `place`, as a row of a tile of scores."""
+    return rows.index(first_place(KIND, PLAN) + place).load(layout_of(PLAN.q_tile))
 
 
 @gluon.jit
-def weights(p, F: gl.constexpr):
-    """The probabilities `p` after dropout, with 0 for dropped entries, but without the factor `1 / (1 - dropout)`."""
-    if F.dropout:
-        return gl.maximum(p, 0.0)
-    else:
-        return p
+def derivatives(steep, dp, tile, F: gl.constexpr, PLAN: gl.constexpr):
+    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`.
 
-
-@gluon.jit
-def derivatives(steep, dp, minus_delta, F: gl.constexpr):
-    """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`."""
-    if F.dropout:
-        return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
+    `dp` is `dout v`, from which delta is subtracted already if `PLAN.subtracting`.
+    """
+    if PLAN.subtracting:
+        return steep * dp
     else:
-        return steep * (dp + minus_delta)
+        minus_delta = numbers_of("delta", tile.rows, tile.place, PLAN)
+        if F.dropout:
+            return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
+        else:
+            return steep * (dp + minus_delta)
 
 
 @gluon.jit
@@ -150,10 +153,10 @@ def head_sums(F: gl.constexpr):
 
 
 @gluon.jit
-def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+def with_head_sums(sums, ds, tile, F: gl.constexpr, PLAN: gl.constexpr):
     """Adds a tile's `ds * distance` to `sums` (`sums_of_parts`); the total is -1 times the ALiBi slope's gradient."""
     if F.per_head_gradient:
-        return sums + sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
+        return sums + sums_of_parts(ds * _distance(tile, PLAN))
     else:
         return sums
 
@@ -189,18 +192,18 @@ def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
+def _spread(bits, Q_TILE: gl.constexpr):
     """Unpacks the bits of a packed mask to booleans: whether each pair of a tile is visible."""
     IN_BITS: gl.constexpr = of_bits(Q_TILE)
     key = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))).to(gl.uint32)
     seen = (bits[:, None, :] >> key[None, :, None]) & 1
-    return gl.convert_layout(gl.reshape(seen, [64, Q_TILE]), SCORES) != 0
+    return gl.convert_layout(gl.reshape(seen, [64, Q_TILE]), layout_of(Q_TILE)) != 0
 
 
 @gluon.jit
-def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """`|i - j|` for each pair of a tile. Reads the positions of queries from shared memory, to save registers."""
-    return gl.abs(rows.index(first_place("distance", PLAN) + place).load(SCORES) - tile.away)
+def _distance(tile, PLAN: gl.constexpr):
+    """`|i - j|` for each pair of a tile."""
+    return gl.abs(numbers_of("distance", tile.rows, tile.place, PLAN) - tile.away)
 
 
 @gluon.jit

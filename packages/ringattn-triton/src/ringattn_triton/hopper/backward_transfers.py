@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-# pyright: reportOperatorIssue=false
 """The three single warps of a one-pass backward program: one takes turns and fetches tiles, two add dq to memory."""
 
 from typing import Any, NamedTuple
@@ -13,27 +10,10 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..kernels.tile_loop import owned
-from .backward_memory import (
-    AFTER,
-    BEFORE,
-    DOUT_EMPTY,
-    DOUT_FULL,
-    DQ_EMPTY,
-    DQ_FULL,
-    KV_EMPTY,
-    Q_EMPTY,
-    TILE,
-    TURN,
-    TURN_EMPTY,
-    TURN_FULL,
-    WHOLE,
-    first_place,
-    next_turn,
-    result_place,
-)
+from .backward_memory import barrier, first_place, next_turn, result_place, write
 from .backward_turns import after_step, rank_of, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
-from .hardware_barriers import hardware_barrier, write_number
+from .hardware_barriers import arrive_at, wait_at
 from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
 
 
@@ -60,7 +40,7 @@ class BackwardTiles(NamedTuple):
     """TMA descriptors of the tiles in global memory that a program fetches and writes.
 
     A tile of `dq` is one piece, in the order of `dq_order`. `of_queries` is used if `PLAN.of_queries` has any kinds,
-    and `dk` and `dv` only if the results have half precision. `bias` is 0 in a call without a bias, and `ds` is 0 in a
+    and `dk` and `dv` if `PLAN.stored`. `bias` is 0 in a call without a bias, and `ds` is 0 in a
     launch that stores no ds.
     """
 
@@ -88,10 +68,9 @@ def by_batch(F):
 def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The code of the fetching warp: takes turns and fetches their keys, values and visited query tiles.
 
-    It fetches into places as they become empty. The next turn is taken only when all fetches of this turn have begun,
-    so that no turn waits long for a busy program. The keys of a turn arrive at the barrier of its first queries, the
-    values at that of its first dout. Keys and values are fetched after these queries and dout, when the previous turn
-    no longer needs its own keys and values.
+    The next turn is taken only when all fetches of this turn have begun, so that no turn waits long for a busy program.
+    The keys of a turn arrive at the barrier of its first queries, the values at that of its first dout. They are
+    fetched after these queries and dout, when the previous turn no longer needs its own keys and values.
     """
     DIM: gl.constexpr = padded_size(F.head_dim)
     VALUE_DIM: gl.constexpr = padded_size(F.value_dim)
@@ -123,8 +102,8 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 numbers_at = [((batch * F.heads + head) * T.columns + tile) * PLAN.q_tile, 0]
             q_full = shared.q_full.index(place)
             if done >= PLAN.stages:
-                hardware_barrier("sync", Q_EMPTY + place, 288)
-            write_number(shared.numbers.index(TILE + place), tile)
+                wait_at("q_empty", place, PLAN)
+            write(shared, "tile", place, tile)
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
             KINDS: gl.constexpr = len(PLAN.of_queries)
             OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + TO_SUBTRACT + NUMBERS * KINDS + OF_BIAS
@@ -139,19 +118,19 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
                 fetch(tiles.bias, bias_at, q_full, shared.bias.index(place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
             place = done % PLAN.dout_stages
-            dout_full = shared.barriers.index(DOUT_FULL + place)
+            dout_full = barrier(shared, "dout_full", place)
             if emptied + PLAN.dout_stages <= done:
-                hardware_barrier("sync", DOUT_EMPTY + place, 288)
+                wait_at("dout_empty", place, PLAN)
                 emptied += 1
             _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + TO_SUBTRACT, PLAN.kv_tile * VALUE_DIM * 2, begins)
             fetch_heads(tiles.dout, head, first, dout_full, place_of(shared.dout, PLAN.dout_first + place))
             fetch(tiles.delta, numbers_at, dout_full, places.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
-                    mbarrier.wait(shared.barriers.index(KV_EMPTY), (taken & 1) ^ 1)
+                    mbarrier.wait(barrier(shared, "kv_empty", 0), (taken & 1) ^ 1)
                 else:  # a consumer that is done with a turn's last dout is done with its keys too
                     if emptied < done:
-                        hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
+                        wait_at("dout_empty", (done - 1) % PLAN.dout_stages, PLAN)
                         emptied += 1
                 first = batch * F.kv_length + row * PLAN.kv_tile
                 fetch_heads(tiles.k, kv_head, first, q_full, place_of(shared.k, 0))
@@ -175,41 +154,37 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 def _announce(shared, taken, turn, before, whole, after):
     """Tells the other warps the next turn and its numbers of steps, once those are done with the turn before last."""
     place = taken % 2
-    mbarrier.wait(shared.barriers.index(TURN_EMPTY + place), ((taken // 2) & 1) ^ 1)
-    write_number(shared.numbers.index(TURN + place), turn)
-    write_number(shared.numbers.index(BEFORE + place), before)
-    write_number(shared.numbers.index(WHOLE + place), whole)
-    write_number(shared.numbers.index(AFTER + place), after)
-    mbarrier.arrive(shared.barriers.index(TURN_FULL + place), count=1)
+    mbarrier.wait(barrier(shared, "turn_empty", place), ((taken // 2) & 1) ^ 1)
+    write(shared, "turn", place, turn)
+    write(shared, "before", place, before)
+    write(shared, "whole", place, whole)
+    write(shared, "after", place, after)
+    mbarrier.arrive(barrier(shared, "turn_full", place), count=1)
 
 
 @gluon.jit
-def add_dq(
-    NUMBER: gl.constexpr, shared, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
-    PLAN: gl.constexpr,
-):  # fmt: skip
+def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The code of writer `NUMBER`: adds the pieces of each dq tile to memory as the consumers compute them.
 
     The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that have
-    added to it. A turn waits until the counter equals its rank among the turns that visit the tile. The turn raises the
+    added to it. A turn waits until the counter equals its rank among the turns that visit the tile, and raises the
     counter when its addition has reached memory. This takes about as long as a step: one writer alone would hold the
     consumers up. The counter must be raised with release semantics: without it, bits differed in 5 of 20 runs.
 
-    No turn waits for ever. A turn's rank at a tile follows the order in which running programs take the turns of a
-    head. So a turn adds after turns that a running program has taken. Of the turns that are not done, the one that was
-    taken first waits for none, except for a while in `take_turn`. This holds however many programs run at a time.
+    No turn waits for ever: ranks follow the order in which turns are taken, so that a turn waits only for turns that a
+    running program has taken before. Of those not done, the first waits for none, except for a while in `take_turn`.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = shared.q[0].dtype
     if NUMBER == 0:  # at first all places are empty
-        hardware_barrier("arrive", DQ_EMPTY, 160)
-        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+        arrive_at("dq_empty", 0, PLAN)
+        arrive_at("dq_empty", 1, PLAN)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
+        mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
         steps = steps_of(turn, row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         step = 0
@@ -242,12 +217,12 @@ def add_dq(
                 wait_for_additions()
                 gl.atomic_add(counters + tile, 1, sem="release")
         done += F.group * count
-        if RESULTS_BY_TMA:
+        if PLAN.stored:
             # Consumers hand dv and dk over like two more steps: dv to the writer of the first of these steps, dk to the
             # other writer.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
-                hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                wait_at("dq_full", 2 * half + NUMBER, PLAN)
                 fence_async_shared()
                 if done % 2 == NUMBER:
                     _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
@@ -255,7 +230,7 @@ def add_dq(
                     _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
-                hardware_barrier("arrive", DQ_EMPTY + half, 160)
+                arrive_at("dq_empty", half, PLAN)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions()
@@ -265,8 +240,7 @@ def add_dq(
 def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Adds both halves of a dq tile, one from each consumer, to memory, when it is this turn's time.
 
-    In a launch for a strip, this writer warp (`NUMBER` is 0 for even steps, 1 for odd ones) also stores ds, from place
-    `NUMBER`. A step's ds is complete when the consumers have filled dq, because they write ds first. TMA operations
+    In a launch for a strip, the writer also stores ds, which the consumers have written before dq. TMA operations
     finish reading in the order they were issued, and ds is issued before both halves of dq. So when both places of dq
     are free, ds has been read. A consumer overwrites the place of ds two steps later; in the step between, it has
     waited for its place of dq.
@@ -274,7 +248,7 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
     BOTH: gl.constexpr = PLAN.ordered or PLAN.strip_rows > 0
     if BOTH:
         for half in gl.static_range(2):
-            hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+            wait_at("dq_full", 2 * half + NUMBER, PLAN)
         fence_async_shared()
     if PLAN.strip_rows:
         store(tiles.ds, [ds_row, 0], shared.ds.index(NUMBER))
@@ -283,12 +257,12 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
             reached = gl.load(counter, volatile=True)
     for half in gl.static_range(2):
         if not BOTH:
-            hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+            wait_at("dq_full", 2 * half + NUMBER, PLAN)
             fence_async_shared()
         _add_piece(tiles.dq, (tile * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
     for half in gl.static_range(2):
         tma.store_wait(1 - half)
-        hardware_barrier("arrive", DQ_EMPTY + half, 160)
+        arrive_at("dq_empty", half, PLAN)
 
 
 @gluon.jit
@@ -303,29 +277,26 @@ def _add_wide_pieces(
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     to = tile * PIECES * 16
     for piece in gl.static_range(PIECES // 2):
-        hardware_barrier("sync", DQ_FULL + 2 + NUMBER, 160)
+        wait_at("dq_full", 2 + NUMBER, PLAN)
         if piece == 0:
             while reached < rank:
                 reached = gl.load(counter, volatile=True)
         _add_piece(dq, to + (PIECES - PIECES // 2 + piece) * 16, shared.dq.index(1), rank, PLAN)
         tma.store_wait(0)
-        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+        arrive_at("dq_empty", 1, PLAN)
         if piece == 0:
-            hardware_barrier("sync", DQ_FULL + NUMBER, 160)
+            wait_at("dq_full", NUMBER, PLAN)
             _add_piece(dq, to, shared.dq.index(0), rank, PLAN)
             _add_piece(dq, to + 16, shared.dq.index(2), rank, PLAN)
             tma.store_wait(0)
-            hardware_barrier("arrive", DQ_EMPTY, 160)
+            arrive_at("dq_empty", 0, PLAN)
 
 
 @gluon.jit
 def _add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
     """Begins to add a piece of dq to memory. If `PLAN.ordered`, a tile's first turn (`rank` 0) overwrites memory."""
-    if PLAN.ordered:
-        if rank == 0:
-            store(dq, [row, 0], piece)
-        else:
-            async_atomic_add(dq, [row, 0], piece)
+    if PLAN.ordered and rank == 0:
+        store(dq, [row, 0], piece)
     else:
         async_atomic_add(dq, [row, 0], piece)
 

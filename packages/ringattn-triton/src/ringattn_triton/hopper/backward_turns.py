@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """Which query tiles a turn of the one-pass backward visits, in which order. A turn owns a tile of keys."""
 
 from typing import Any, NamedTuple
@@ -16,11 +15,9 @@ _PATIENCE = gl.constexpr(2000)
 class Turns(NamedTuple):
     """The turns of a launch, and the counters by which programs take turns and add to dq in order.
 
-    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`). `ranks` says for each key tile
-    and query tile how many earlier key tiles visit the query tile; its last row, how many key tiles visit it in all.
-    `count` is the number of turns of the launch. `first_tile` points to the number of the first key tile, in a launch
-    for a strip. The first of the `counters` is the number of turns that were taken. After it, each tile of dq has the
-    number of turns that have added to it.
+    `bounds`, `tiles` and `ranks` are those of a `visited_tiles.Table`, `count` is the number of turns. `first_tile`
+    points to the number of the first key tile, in a launch for a strip. The first of the `counters` is the number of
+    turns that were taken. After it, each tile of dq has the number of turns that have added to it.
     """
 
     bounds: Any
@@ -50,9 +47,8 @@ class Steps(NamedTuple):
 def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     """Takes the next turn, a key tile to work on, and returns its number; if none is left, `turns.count` or more.
 
-    In a launch for a strip, the counter runs over the strip's turns only. It is mapped to their numbers among all
-    turns, in the same order. If turns go upwards, it is mapped to the numbers of the heads that run side by side in
-    reverse, so that their last keys come first.
+    A counter gives out turns. In a launch for a strip, it counts the strip's turns only. If turns go upwards, the
+    numbers of the heads that run side by side are reversed, so that their last keys come first.
 
     If turns are interleaved, the second half of the turns of some heads alternates with the first half of the turns of
     the next heads: of 4 turns of heads A and B, A0 A1 A2 B0 A3 B1 B2 B3. Under a causal mask the first turns of a head
@@ -60,9 +56,8 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     would wait for the one before; interleaved, they begin some steps apart.
 
     If `PLAN.abreast` is above 1, the program then waits until other programs have taken the turns of the neighbouring
-    key tiles (the last of a head may wait for the first of the next), so that these turns visit each query tile one
-    after another while it is in the cache. Nothing but the time depends on this wait. It ends after `_PATIENCE` looks,
-    because with few programs perhaps no other one is free to take those turns.
+    key tiles, so that these turns visit each query tile one after another while it is in the cache. Nothing but the
+    time depends on this wait. It ends after `_PATIENCE` looks, because perhaps no other program is free.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.abreast > 1:
@@ -95,10 +90,9 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """Whether a turn visits its query tiles from the first to the last (`steps_of`).
+    """Whether a turn visits its query tiles upwards: if `PLAN.upwards`, unless its head runs last.
 
-    If `PLAN.upwards`, all turns do, except those of the heads that run last. Downwards, the last turns of a head are
-    short, so that all programs end together.
+    Downwards, the last turns of a head are short, so that all programs end together.
     """
     if PLAN.upwards:
         return turn < turns.count - T.rows * T.together
@@ -112,15 +106,14 @@ def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
 
     Turns without an order go upwards. Turns with an order (`PLAN.ordered`) go where `goes_upwards` says.
 
-    Downwards, the first turns own the first keys, which most queries see under a causal mask. Turns of one head that
-    run at the same time reach each shared tile one after another, in the order in which they may add to it. They stay
-    within a step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be
-    5.5 TB/s for all programs. But turns of one head that begin together wait for each other at their first tile.
+    Downwards, the first turns own the first keys. Turns of one head that run at once reach each shared tile one after
+    another, in the order in which they may add to it. They stay within a step or two of each other, so that the cache
+    serves all but the first: 96 KiB a step from memory would be 5.5 TB/s for all programs. But turns that begin
+    together wait for each other at their first tile.
 
     Upwards, the first turns own the last keys. Under a causal mask each begins at its own diagonal, and reaches every
-    tile after the turns that own later keys, so that none waits. Two turns are as many tiles apart as their keys. That
-    is faster where the cache holds all queries of the heads that run at once; elsewhere the kernel takes up to 1.6
-    times as long.
+    tile after the turns that own later keys, so that none waits. Two turns are as many tiles apart as their keys: the
+    cache must hold all queries of the heads that run at once, or the kernel takes up to 1.6 times as long.
     """
     visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """Which biases the kernels for Hopper take, and where the kernels find the tiles of a head's bias."""
 
 from ringattn_core.contract.protocol import Block
@@ -14,8 +12,8 @@ from .head_tiles import tiles_of_piece
 def why_not(block: Block, constants: BlockConstants, kernel: str) -> str | None:
     """Why a Hopper kernel cannot read the bias of `block`, or `None` if it can.
 
-    For TMA the bias must have the dtype of q, one row for each query, and a multiple of eight keys. The reason calls
-    the kernel `kernel`. Head sizes are not checked here.
+    For TMA the bias must have the dtype of q, one row for each query, and a multiple of eight keys. `kernel` names the
+    kernel in the reason.
     """
     assert block.bias is not None
     if constants.capped or constants.distances or constants.dropout:
@@ -31,9 +29,7 @@ def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constex
     A group is the bias of one batch row and head. Batch rows or heads that share a bias share a group.
     """
     GROUPS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1)
-    return tiles_of_piece(
-        bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE
-    )  # fmt: skip
+    return tiles_of_piece(bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE)
 
 
 @gluon.jit

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Decides which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
 
 Four entries take their bits from one draw, the two words of one Philox call: those of the global indices `(i, j)`,
 `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` of query and key. The first word is for query `i`, the second for
 `i + 8`; the low half of a word is for key `j`, the high half for `j + 8`. One thread holds all four entries in the
 result of a product, and computes the draw once for them, if the indices of the tile's queries and keys are consecutive
-and begin at multiples of 16. In a striped shard they are not: the thread then computes the draw of every entry, with
-the same bits. This is known only at run time, so both cases are compiled. The forward kernel has one copy of its loops
-for each case; a consumer picks the copy at the start of a turn.
+and begin at multiples of 16. In a striped shard they are not, and the thread computes a draw for every entry. This is
+known only at run time: the forward kernel has a copy of its loops for each case.
 """
 
 from triton.experimental import gluon
@@ -17,7 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import half_of, philox
 from ..kernels.tokens import first_counter, unsigned
-from .schedules import CONSUMER_ROWS
+from .head_tiles import layout_of
+from .plans import CONSUMER_ROWS
 
 
 @gluon.constexpr_function
@@ -89,11 +87,10 @@ def _own_draw(P, batch, query, key_number, key, F: gl.constexpr):
 
 
 @gluon.jit
-def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, BY_KEYS: gl.constexpr = False):
+def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, BY_KEYS: gl.constexpr = False):
     """Whether dropout keeps each entry of a tile of scores, given `first` and `second`, the two words of each draw.
 
-    The tile has `COLUMNS` columns and the result the register layout `SCORES`. `BY_KEYS`: the rows of the tile are
-    keys.
+    The tile has `COLUMNS` columns. `BY_KEYS`: its rows are keys.
     """
     # Each 16-bit half is compared as the upper half of a word. The lower half changes nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
@@ -103,4 +100,4 @@ def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.const
     # The halves of a word are for keys 8 apart, the words for queries 8 apart.
     ROWS: gl.constexpr = 4 if BY_KEYS else 5
     whole = gl.reshape(gl.permute(four, (0, ROWS, 1, 2, 9 - ROWS, 3)), [CONSUMER_ROWS, COLUMNS])
-    return gl.convert_layout(whole, SCORES)
+    return gl.convert_layout(whole, layout_of(COLUMNS))

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """The family of Gluon kernels for Hopper GPUs: which blocks it takes, and the launch of its forward pass.
 
 The module `backward` has the backward pass.
@@ -22,7 +23,7 @@ from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable import family as portable
-from . import bias_tiles, schedules
+from . import bias_tiles, plans
 from .backward import TARGET, why_not
 from .backward import backward as backward
 
@@ -34,7 +35,7 @@ _TOGETHER: Final = 512
 last long tile ends."""
 _TOGETHER_WITH_DOCUMENTS: Final = 4096
 """The same number for calls with segment ids. There the last turns of a head belong to one document. They may be long,
-and too few to occupy all multiprocessors, so turns of more heads run beside them."""
+and too few to occupy all multiprocessors."""
 _BOUND: Final = 73.0
 """The largest soft cap, in units of log2, with which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
 kernel then subtracts half of the cap from all scores, which leaves a factor of 2^90 in float32 for the number of keys
@@ -74,7 +75,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         forward_kernel,
         arrays,
         [*outputs, jax.ShapeDtypeStruct((1,), jnp.int32)],
-        grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
+        grid=(min(plans.PROGRAMS, table.shape.rows * batch * heads),),
         registers=plan.registers_at_start,
         aliases={last: len(outputs)} | {last - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_hopper_forward",
@@ -107,12 +108,12 @@ def _logged_once(reason: str) -> str:
 
 def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
     """Why the forward kernel cannot compute the block, or is slower than the portable one; `None` if neither is so."""
-    schedule = schedules.forward(constants)
-    if schedule is None:
+    plan = plans.forward(constants)
+    if plan is None:
         return "no forward kernel has heads of these sizes, or a soft cap with them"
     if block.rule.fwd_params != FwdParams():
         return "the caller fixes the schedule"
-    if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
+    if constants.q_length < plan.q_tile or constants.kv_length < plan.kv_tile:
         return "the block is shorter than a tile"
     if constants.bias and constants.head_dim != 128:
         return "the forward kernel takes a bias only with heads of 128"
@@ -121,9 +122,9 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
     return "each tile has too little to do" if _too_little(constants) else None
 
 
-def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> schedules.ForwardPlan:
+def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> plans.ForwardPlan:
     """The `ForwardPlan` with which the forward kernel runs on `block`, which it must support (`_why_not_forward`)."""
-    plan = schedules.forward(constants)
+    plan = plans.forward(constants)
     assert plan is not None
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     # Results can take the place of the queries in shared memory if both have the same shape and dtype.

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """The forward kernel for Hopper: an online softmax by warpgroups that use the tensor cores in rotation.
 
 One warp, the producer, fetches tiles by TMA, several tiles ahead. Groups of four warps, the consumers, compute 64
@@ -19,15 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .forward_barriers import after_barriers, leave, pass_order, softmax_first, wait_for_order
-from .hardware_barriers import read_number
-from .head_tiles import apart, place_of, places_of_heads, product_of_heads
-from .pipeline import ForwardMemory, begin, next_turn, of_turn, produce
+from .hardware_barriers import after_barriers, arrive_at, begin, read_number, softmax_first, wait_at
+from .head_tiles import apart, layout_of, place_of, places_of_heads, product_of_heads, rows_of
+from .pipeline import ForwardMemory, next_turn, produce, read
+from .plans import CONSUMER_ROWS
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, no_maxima, written
-from .schedules import CONSUMER_ROWS
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
-from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_values
+from .sums import finished, no_sums, pieces, rescaled, with_values
 
 
 @gluon.jit
@@ -136,39 +133,31 @@ class Rows(NamedTuple):
     batch: Any
 
 
-@gluon.constexpr_function
-def _scores_layout(PLAN):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.kv_tile, 16])
-
-
 @gluon.jit
 def _no_scores(PLAN: gl.constexpr):
     KV_TILE: gl.constexpr = PLAN.kv_tile
-    return gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, _scores_layout(PLAN))
+    return gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, layout_of(KV_TILE))
 
 
 @gluon.jit
-def _consume(
-    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
     """The code of consumer `NUMBER`: it computes and writes the results of its 64 queries of every turn."""
-    SCORES: gl.constexpr = _scores_layout(PLAN)
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     RAGGED: gl.constexpr = F.q_length % PLAN.q_tile != 0
     nought = _no_scores(PLAN)
     taken = 0
     done = 0
-    tops = no_maxima(0.0, F, OF_ROWS)
+    tops = no_maxima(0.0, F, PLAN)
     weights = packed(nought, shared.k[0].dtype)
     softmax = Softmax(no_sums(F.value_dim), weights, sums_of_parts(nought), tops, tops[0] + 1.0)
-    if PLAN.ordered and PLAN.consumers - 1 == NUMBER:
-        pass_order(NUMBER, PLAN.consumers)
+    if PLAN.consumers - 1 == NUMBER:
+        _pass_order(NUMBER, PLAN)
     row = next_turn(shared, done)
     while row >= 0:
-        batch = of_turn(shared, done, 1)
-        head_number = of_turn(shared, done, 2)
-        masked = of_turn(shared, done, 3)
-        whole = of_turn(shared, done, 4)
+        batch = read(shared, "batch", done % 2)
+        head_number = read(shared, "head", done % 2)
+        masked = read(shared, "masked", done % 2)
+        whole = read(shared, "whole", done % 2)
         start = row + NUMBER * CONSUMER_ROWS
         # Two products are in flight together: the scores of this turn's first tile, and the weighted values of the
         # previous turn's last tile. In the first turn the second product has no meaning, and its result is not used.
@@ -176,22 +165,18 @@ def _consume(
         mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
         mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
         k = place_of(shared.k, taken % PLAN.stages)
-        if PLAN.ordered:
-            wait_for_order(NUMBER)
+        _wait_for_order(NUMBER, PLAN)
         s = product_of_heads(q, k, nought, F.head_dim)
-        acc = softmax.acc
-        if not PLAN.bounded:
-            acc = rescaled(acc, softmax.shrink)
+        acc = _shrunk(softmax, PLAN)
         before = (taken + PLAN.stages - 1) % PLAN.stages
         acc = with_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
-        if PLAN.ordered:
-            pass_order(NUMBER, PLAN.consumers)
+        _pass_order(NUMBER, PLAN)
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         from_origin = of_queries(queries, P, batch, row, F)
         loaded_keys = _loaded_keys(shared, taken, P, batch, F, PLAN, PLAN.masked)
-        bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
-        away = of_keys(shared, taken, F, PLAN, SCORES)
+        bias = _bias(shared, taken, NUMBER, F, PLAN)
+        away = of_keys(shared, taken, F, PLAN)
         counter = counter_of_queries(P, batch, row, NUMBER, F, PLAN)
         rows = Rows(q, queries, from_origin, head, start, counter, batch)
         if F.dropout and counter < 0:
@@ -199,19 +184,19 @@ def _consume(
         else:
             drawn = _drawn(shared, taken, P, rows, False, F, PLAN)
         old_tops, old_total = softmax.tops, softmax.total
-        tops, kept = continued_rows(BEFORE, start, batch, head_number, F, PLAN, OF_ROWS)
+        tops, kept = continued_rows(BEFORE, start, batch, head_number, F, PLAN)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-        leave("keys", taken % PLAN.stages, PLAN)
-        keys = _keys(loaded_keys, F, PLAN, PLAN.masked, SCORES)
-        s, base, tops, shrink = scored(s, tops, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
-        p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
+        arrive_at("k_empty", taken % PLAN.stages, PLAN)
+        keys = _keys(loaded_keys, F, PLAN, PLAN.masked)
+        s, base, tops, shrink = scored(s, tops, rows, keys, bias, away, F, PLAN.masked, PLAN)
+        p, total = weighed(s, base, shrink, total, drawn, F, PLAN)
         acc = finished(acc)
         if done > 0:
-            leave("values", before, PLAN)
+            arrive_at("v_empty", before, PLAN)
             if apart(F.value_dim):
-                leave("rest", 0, PLAN)
-            written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
+                arrive_at("rest_empty", 0, PLAN)
+            written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
             acc = loaded(BEFORE[0], start, batch, head_number, F)
@@ -231,17 +216,41 @@ def _consume(
         else:
             softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, False, F, PLAN)
         if PLAN.q_places == 1:
-            leave("queries", 0, PLAN)
+            arrive_at("q_empty", 0, PLAN)
         done += 1
         row = next_turn(shared, done)
     if done > 0:
-        acc = softmax.acc
-        if not PLAN.bounded:
-            acc = rescaled(acc, softmax.shrink)
+        acc = _shrunk(softmax, PLAN)
         last = taken - 1
-        acc = with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
-        acc = finished(acc)
-        written(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
+        acc = finished(with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN))
+        written(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN)
+
+
+@gluon.jit
+def _shrunk(softmax, PLAN: gl.constexpr):
+    """The accumulators of `softmax`, as the next product needs them."""
+    if PLAN.bounded:
+        return softmax.acc
+    else:
+        return rescaled(softmax.acc, softmax.shrink)
+
+
+@gluon.jit
+def _wait_for_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Waits, if the plan is `ordered`, until consumer `NUMBER` may begin its products.
+
+    Consumers use the tensor cores in rotation: a consumer begins both products of a step when the consumer before it
+    has begun its own. Its softmax then overlaps with the products of the others.
+    """
+    if PLAN.ordered:
+        wait_at("order", NUMBER, PLAN)
+
+
+@gluon.jit
+def _pass_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Lets the consumer after consumer `NUMBER` begin its products."""
+    if PLAN.ordered:
+        arrive_at("order", (NUMBER + 1) % PLAN.consumers, PLAN)
 
 
 @gluon.jit
@@ -268,47 +277,40 @@ def _continued(
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: computes a key tile's scores together with the last tile's weighted values."""
-    SCORES: gl.constexpr = _scores_layout(PLAN)
-    acc, weights, total, tops, shrink = softmax
     last = taken - 1
     mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
-    if PLAN.ordered:
-        wait_for_order(NUMBER)
+    _wait_for_order(NUMBER, PLAN)
     k = place_of(shared.k, taken % PLAN.stages)
     s = product_of_heads(rows.q, k, _no_scores(PLAN), F.head_dim)
-    if not PLAN.bounded:
-        acc = rescaled(acc, shrink)
-    acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
-    if PLAN.ordered:
-        pass_order(NUMBER, PLAN.consumers)
+    acc = _shrunk(softmax, PLAN)
+    acc = with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
+    _pass_order(NUMBER, PLAN)
     loaded_keys = _loaded_keys(shared, taken, P, rows.batch, F, PLAN, MASKED)
-    bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
+    bias = _bias(shared, taken, NUMBER, F, PLAN)
     # Positions that are loaded before the scores are computed occupy 32 more registers.
     LATE: gl.constexpr = F.causal or PLAN.consumers == 3
     away = 0
     if not LATE:
-        away = of_keys(shared, taken, F, PLAN, SCORES)
+        away = of_keys(shared, taken, F, PLAN)
     drawn = _drawn(shared, taken, P, rows, APART, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-    leave("keys", taken % PLAN.stages, PLAN)
-    # A second wait has nothing to wait for, but keeps the assembler from delaying `leave`.
+    arrive_at("k_empty", taken % PLAN.stages, PLAN)
+    # A second wait has nothing to wait for, but keeps the assembler from delaying the arrival.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-    keys = _keys(loaded_keys, F, PLAN, MASKED, SCORES)
+    keys = _keys(loaded_keys, F, PLAN, MASKED)
     if LATE:
-        away = of_keys(shared, taken, F, PLAN, SCORES)
-    s, base, tops, shrink = scored(
-        s, tops, rows.queries, keys, bias, rows.from_origin, away, rows.head, F, MASKED, PLAN
-    )
+        away = of_keys(shared, taken, F, PLAN)
+    s, base, tops, shrink = scored(s, softmax.tops, rows, keys, bias, away, F, MASKED, PLAN)
     if apart(F.value_dim):
-        # The second piece of values has one place. Left before the exponentials, the place is filled again while the
-        # other consumer computes.
-        acc = rest_finished(acc)
-        leave("rest", 0, PLAN)
+        # The second piece of values has one place, and its product began first. Left before the exponentials, the place
+        # is filled again while the other consumer computes.
+        acc = acc[0], warpgroup_mma_wait(1, deps=[acc[1]])
+        arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)
     softmax_first(taken)
-    p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
+    p, total = weighed(s, base, shrink, softmax.total, drawn, F, PLAN)
     acc = finished(acc)
-    leave("values", last % PLAN.stages, PLAN)
+    arrive_at("v_empty", last % PLAN.stages, PLAN)
     return Softmax(acc, packed(p, rows.q[0].dtype), total, tops, shrink)
 
 
@@ -328,8 +330,9 @@ def _loaded_keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, M
 
 
 @gluon.jit
-def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr):
+def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
     """Converts the result of `_loaded_keys` to the layout of scores, through shared memory."""
+    SCORES: gl.constexpr = layout_of(PLAN.kv_tile)
     if MASKED:
         column = loaded.start + gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))[None, :]
         inside = column < F.kv_length
@@ -348,10 +351,10 @@ def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCO
 
 
 @gluon.jit
-def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """Loads this consumer's bias of key tile number `taken` from shared memory; returns 0 if the call has no bias."""
     if F.bias:
-        return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(SCORES)
+        return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(layout_of(PLAN.kv_tile))
     else:
         return 0
 

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 """How a head whose size is a multiple of 8 lies in shared memory: in one or two pieces, which TMA fills up with zeros.
 
 The width of a piece is a power of two. Most heads are one piece. A head of 136 to 192 is two pieces, of 128 and 64:
@@ -22,19 +20,13 @@ store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_share
 
 @gluon.constexpr_function
 def product_count(dim):
-    """How many matrix products `product_of_heads` computes for a head of `dim`, one for each power of two.
-
-    These powers of two are 16 or more, and add up to `dim` rounded up to a multiple of 16.
-    """
+    """How many products `product_of_heads` computes: one for each power of two in `dim`, rounded up to 16s."""
     return (-(-dim // 16)).bit_count()
 
 
 @gluon.constexpr_function
 def piece(dim, number):
-    """The first dimension that matrix product `number` of a head covers, and the number of dimensions; largest first.
-
-    `product_count` says how many products a head of `dim` has.
-    """
+    """The first dimension that product `number` of a head covers, and the number of dimensions; largest first."""
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
         width = 1 << (rest.bit_length() - 1)
@@ -46,12 +38,6 @@ def piece(dim, number):
 def apart(dim):
     """Whether a head of `dim` dimensions lies in shared memory as two pieces, of 128 and 64, allocated apart."""
     return 128 < dim <= 192
-
-
-@gluon.constexpr_function
-def stored_pieces(dim):
-    """In how many pieces a head of `dim` dimensions lies in shared memory: 1, or 2 if it lies `apart`."""
-    return 2 if apart(dim) else 1
 
 
 @gluon.constexpr_function
@@ -88,9 +74,8 @@ def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr
 def opaque_zero(_semantic=None):
     """Zero at run time, but the compiler cannot know that, nor that it is the same in every step.
 
-    Added to the index of a place, it makes the compiler compute the descriptors of a product where they are used.
-    Otherwise the compiler would compute those of a place that is the same in every step before the loop: 24 descriptors
-    of parts of K and V in the backward pass, which would take 48 registers.
+    Added to the index of a place that is the same in every step, it keeps the compiler from computing the descriptors
+    of a product before the loop: 24 of parts of K and V in the backward pass, which would take 48 registers.
     """
     result = _semantic.builder.get_int32_ty()
     zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
@@ -116,7 +101,7 @@ def tiles_of_heads(
     `HEAD` and `TOKEN` are the strides of its first two axes. A tile is `[1, TILE, width of the piece]`.
     """
     found = ()
-    for number in gl.static_range(stored_pieces(DIM)):
+    for number in gl.static_range(2 if apart(DIM) else 1):
         found += (tiles_of_piece(base, HEADS, ROWS, DIM, HEAD, TOKEN, TILE, stored_width(DIM, number)),)
     return found
 
@@ -155,36 +140,41 @@ def fetch_piece(tiles, head, row, full, place, NUMBER: gl.constexpr):
     fetch(tiles[NUMBER], [head, row, NUMBER * 128], full, place.reshape((1, place.shape[0], place.shape[1])))
 
 
+@gluon.constexpr_function
+def layout_of(columns):
+    """The register layout of a product of one warpgroup: 64 rows by `columns` columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def rows_of(columns):
+    """The register layout of one number for each row of a product with the layout `layout_of(columns)`."""
+    return gl.SliceLayout(1, layout_of(columns))
+
+
+@gluon.constexpr_function
+def left_of(columns):
+    """The register layout of the left operand of a product with the layout `layout_of(columns)`."""
+    return gl.DotOperandLayout(operand_index=0, parent=layout_of(columns), k_width=2)
+
+
 @gluon.jit
 def product_of_heads(left, right, nought, DIM: gl.constexpr):
     """Begins `left right^T` of two tiles over the `DIM` dimensions of a head, as `product_count` products."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
-        product = warpgroup_mma(
-            piece_of(left, number, DIM), piece_of(right, number, DIM).permute((1, 0)), product,
-            use_acc=piece(DIM, number)[0] > 0, is_async=True,
-        )  # fmt: skip
+        rows = dims_of(left, piece(DIM, number)[0], piece(DIM, number)[1])
+        columns = dims_of(right, piece(DIM, number)[0], piece(DIM, number)[1]).permute((1, 0))
+        product = warpgroup_mma(rows, columns, product, use_acc=piece(DIM, number)[0] > 0, is_async=True)
     return product
-
-
-@gluon.jit
-def piece_of(rows, NUMBER: gl.constexpr, DIM: gl.constexpr):
-    """The dimensions of the tile `rows`, in shared memory, that product `NUMBER` of `product_of_heads` reads."""
-    return dims_of(rows, piece(DIM, NUMBER)[0], piece(DIM, NUMBER)[1])
 
 
 @gluon.jit
 def dims_of(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """The `WIDTH` dimensions from `FIRST` on of the tile `rows`; they must lie in one of its pieces."""
-    if len(rows) == 2 and FIRST >= 128:
-        return _part(rows[1], FIRST - 128, WIDTH)
+    SECOND: gl.constexpr = len(rows) == 2 and FIRST >= 128
+    part = rows[1] if SECOND else rows[0]
+    if part.shape[1] == WIDTH:
+        return part
     else:
-        return _part(rows[0], FIRST, WIDTH)
-
-
-@gluon.jit
-def _part(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    if rows.shape[1] == WIDTH:
-        return rows
-    else:
-        return rows.slice(FIRST, WIDTH, dim=1)
+        return part.slice(FIRST - 128 if SECOND else FIRST, WIDTH, dim=1)

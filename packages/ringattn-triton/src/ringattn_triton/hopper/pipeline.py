@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """The producer of a forward program on Hopper: one warp that takes turns, fetches tiles by TMA and stores results."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,8 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .bias_tiles import group_of, tiles_of_bias
-from .forward_barriers import wait_until_left
-from .hardware_barriers import read_number, write_number
+from .hardware_barriers import read_number, wait_at, write_number
 from .head_tiles import (
     apart,
     fetch,
@@ -25,18 +22,23 @@ from .head_tiles import (
     tiles_of_heads,
     tiles_of_results,
 )
+from .plans import CONSUMER_ROWS
 from .positions import loaded_of_keys, origin_of, place_of_positions
-from .schedules import CONSUMER_ROWS
+
+_NUMBERS: Final = {"row": 0, "batch": 1, "head": 2, "masked": 3, "whole": 4}
+"""The numbers of a turn in `ForwardMemory.turns`: its first query, its batch row and head, the number of key tiles that
+need a mask, and the number of key tiles that need none."""
 
 
 class ForwardMemory(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    `x_full` are the barriers that say that a place of `x` is filled; `forward_barriers` say that a place is empty. `q`,
-    `k` and `v` are tuples with an allocation for each piece of a head (`head_tiles`); `rest_full` is for the only place
-    of the second piece of values. `tiles` holds the number of the key tile in each place. The `bias` of a tile, and the
-    key `positions` for ALiBi, arrive with its keys. `turns` has five numbers for a turn: its first query, its batch
-    row, its head, the number of key tiles that need a mask, and the number of key tiles that need none.
+    `x_full` are the barriers that say that a place of `x` is filled; `ForwardPlan.hardware_barriers` say that a place
+    is empty. `q`, `k` and `v` are tuples with an allocation for each piece of a head (`head_tiles`); `rest_full` is for
+    the only place of the second piece of values. `tiles` holds the number of the key tile in each place. The `bias` of
+    a tile, and the key `positions` for ALiBi, arrive with its keys. `turns` has five numbers for a turn: its first
+    query, its batch row, its head, the number of key tiles that need a mask, and the number of key tiles that need
+    none.
     """
 
     q: Any
@@ -87,13 +89,6 @@ class Fetched(NamedTuple):
 
 
 @gluon.jit
-def begin(barriers, PLACES: gl.constexpr):
-    """Initialises `PLACES` barriers in shared memory. Only the producer arrives at each barrier."""
-    for place in gl.static_range(PLACES):
-        mbarrier.init(barriers.index(place), count=1)
-
-
-@gluon.jit
 def produce(
     shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr,
     PLAN: gl.constexpr,
@@ -104,15 +99,14 @@ def produce(
     1. It waits until the consumers have finished the turn before the previous one, unless step 6 did so, and begins to
        store the results of that turn.
     2. It announces the turn to the consumers, and fetches its queries.
-    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before. So with the
-       first keys it also fetches the last values of the previous turn.
-    4. It takes the number of the next turn, and looks up which tiles that turn visits. The number of the first turn
-       comes from the counter too: a program that starts late then does not hold back a long turn.
+    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before, which may
+       be the last of the previous turn.
+    4. It takes the next turn, and looks up which tiles that turn visits.
     5. It fetches the tiles that need no mask in the same way.
     6. If results are `PLAN.stored`, then after the third tile of step 5 it waits until the consumers have finished the
-       previous turn, and begins to store the results of that turn.
+       previous turn, which they do in their first step of this turn, and begins to store the results of that turn.
 
-    Consumers finish a turn, and write its results, in the first step of the next turn.
+    The first turn comes from the counter too: a program that starts late then does not hold back a long turn.
     """
     number = gl.atomic_add(TAKEN, 1, sem="relaxed")
     turn = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
@@ -150,8 +144,7 @@ def produce(
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F, PLAN)
-            # Consumers finish the previous turn in the first step of this turn, whose tiles have been fetched. So this
-            # wait ends, and after the third tile it is short. Before the first tile it would never end.
+            # After the third tile this wait is short. Before the first tile it would never end.
             if PLAN.stored and step == visited.full_from + 2 and announced > 1:
                 _release(shared, announced % 2, tiles, PLAN)
                 released = 1
@@ -201,10 +194,7 @@ def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr)
 
 @gluon.jit
 def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.constexpr, PLAN: gl.constexpr):
-    """Tells the consumers about `turn`, number `number` (from 0) of this program, and fetches its queries.
-
-    It first waits until the consumers have finished turn `number - 2`, unless the caller has waited (`released` is 1).
-    """
+    """Steps 1 and 2 of `produce` for `turn`, number `number` of this program. `released`: step 6 was done before."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     first = turn.row * PLAN.q_tile
     if number > 1 and released == 0:
@@ -213,7 +203,7 @@ def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.cons
     place = number % PLAN.q_places
     full = shared.q_full.index(place)
     if PLAN.q_places == 1 and number > 0:
-        wait_until_left("queries", 0, PLAN)
+        wait_at("q_empty", 0, PLAN)
     if PLAN.stored:
         tma.store_wait(0)
     mbarrier.expect(full, PLAN.q_tile * padded_size(F.head_dim) * 2)
@@ -225,17 +215,17 @@ def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.cons
 
 @gluon.jit
 def _release(shared, place, tiles, PLAN: gl.constexpr):
-    """Waits until all consumers have finished a turn (a query tile); if `PLAN.stored`, begins to store its results.
+    """Waits until all consumers have finished the turn in `place`; if `PLAN.stored`, begins to store its results.
 
-    It is the turn whose numbers lie in `place`: turn `n` of a program has place `n % 2`. If queries have two places,
-    the consumers are then done with the turn's queries too. The results lie where the queries were.
+    Turn `n` of a program has place `n % 2`. If queries have two places, the consumers are then done with the turn's
+    queries too. The results lie where the queries were.
     """
-    wait_until_left("turns", place, PLAN)
+    wait_at("turn_empty", place, PLAN)
     if PLAN.stored:
         CONSUMERS: gl.constexpr = PLAN.consumers
-        row = read_number(shared.turns.index(place * 5), 1)
-        batch = read_number(shared.turns.index(place * 5 + 1), 1)
-        head = read_number(shared.turns.index(place * 5 + 2), 1)
+        row = read(shared, "row", place, 1)
+        batch = read(shared, "batch", place, 1)
+        head = read(shared, "head", place, 1)
         for number in gl.static_range(CONSUMERS):
             at = [batch, head, row + number * CONSUMER_ROWS, 0]
             mine = shared.q[0].index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q[0].shape[2]))
@@ -244,17 +234,14 @@ def _release(shared, place, tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def _announce(shared, number, row, batch, head, masked, whole):
-    """Writes the numbers of turn `number` of this program to shared memory, and tells the consumers.
+    """Writes the `_NUMBERS` of turn `number` to shared memory, and tells the consumers; no turn is left if `row` is -1.
 
-    `row` is the first query, or negative if no turn is left; `masked` and `whole` are how many key tiles need a mask,
-    and how many need none. There are places for two turns: all consumers must have finished turn `number - 2`.
+    There are places for two turns: all consumers must have finished turn `number - 2`.
     """
     place = number % 2
-    write_number(shared.turns.index(place * 5), row)
-    write_number(shared.turns.index(place * 5 + 1), batch)
-    write_number(shared.turns.index(place * 5 + 2), head)
-    write_number(shared.turns.index(place * 5 + 3), masked)
-    write_number(shared.turns.index(place * 5 + 4), whole)
+    numbers = row, batch, head, masked, whole
+    for index in gl.static_range(5):
+        write_number(shared.turns.index(place * 5 + index), numbers[index])
     mbarrier.arrive(shared.turns_full.index(place), count=1)
 
 
@@ -273,7 +260,7 @@ def _fetch_tile(
     full = shared.k_full.index(place)
     away = loaded_of_keys(P, turn.batch, tile, origin, F, PLAN.kv_tile)
     if fetched.count >= PLAN.stages:
-        wait_until_left("keys", place, PLAN)
+        wait_at("k_empty", place, PLAN)
     if F.distances:
         place_of_positions(shared, fetched.count, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
@@ -292,18 +279,18 @@ def _fetch_tile(
 
 @gluon.jit
 def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
-    """Starts to fetch the values of the key tile whose keys were fetched last; `fetched` says which tile that is."""
+    """Begins to fetch the values of the key tile whose keys were fetched last (`fetched`)."""
     number = fetched.count - 1
     place = number % PLAN.stages
     full = shared.v_full.index(place)
     if number >= PLAN.stages:
-        wait_until_left("values", place, PLAN)
+        wait_at("v_empty", place, PLAN)
     mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
     fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[0].index(place), 0)
     if apart(F.value_dim):
         full = shared.rest_full.index(0)
         if number >= 1:
-            wait_until_left("rest", 0, PLAN)
+            wait_at("rest_empty", 0, PLAN)
         mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 1) * 2)
         fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[1].index(0), 1)
 
@@ -312,10 +299,15 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
 def next_turn(shared, done):
     """Called by a consumer: waits for turn number `done` of this program. Returns its first query; -1: none is left."""
     mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
-    return of_turn(shared, done, 0)
+    return read(shared, "row", done % 2)
 
 
 @gluon.jit
-def of_turn(shared, done, NUMBER: gl.constexpr):
-    """Reads a number of turn `done`: 0 first query, 1 batch row, 2 head, 3 count of masked key tiles, 4 of others."""
-    return read_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)
+def read(shared, NAME: gl.constexpr, place, WARPS: gl.constexpr = 4):
+    """Reads the number `NAME` (`_NUMBERS`) of the turn in `place`, in a partition of `WARPS` warps."""
+    return read_number(shared.turns.index(place * 5 + _index(NAME)), WARPS)
+
+
+@gluon.constexpr_function
+def _index(NAME):
+    return _NUMBERS[NAME]

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """Positions for ALiBi in the forward pass on Hopper, float32, relative to the turn's first query (the origin).
 
 The producer loads and converts the positions of a tile of keys once for all threads, and puts them beside the keys.
@@ -10,6 +8,8 @@ consumer reads positions after it has left the place of the keys, and is done wh
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .head_tiles import layout_of
 
 
 @gluon.jit
@@ -50,9 +50,9 @@ def place_of_positions(shared, number, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def of_keys(shared, taken, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+def of_keys(shared, taken, F: gl.constexpr, PLAN: gl.constexpr):
     """Called by a consumer: a row, the positions of the keys of tile `taken` minus the origin; 0 without ALiBi."""
     if F.distances:
-        return place_of_positions(shared, taken, PLAN).load(gl.SliceLayout(0, SCORES))[None, :]
+        return place_of_positions(shared, taken, PLAN).load(gl.SliceLayout(0, layout_of(PLAN.kv_tile)))[None, :]
     else:
         return 0

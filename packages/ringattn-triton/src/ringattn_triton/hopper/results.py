@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """How a consumer of a forward program on Hopper loads a partial result at the start of a turn and writes results."""
 
 from triton.experimental import gluon
@@ -9,17 +7,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
-from .forward_barriers import leave
-from .head_tiles import apart, dims_of
-from .pipeline import of_turn
-from .schedules import CONSUMER_ROWS
-from .softmax import sum_of_parts
-from .sums import first_of, layout_of, of_dims, pieces, width_of
+from .hardware_barriers import arrive_at
+from .head_tiles import apart, dims_of, layout_of, rows_of
+from .pipeline import read
+from .plans import CONSUMER_ROWS
+from .sums import first_of, of_dims, pieces, width_of
 
 
 @gluon.jit
-def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
+def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The `tops` of `softmax.scored` for rows that have seen no key; all their maxima in `tops[0]` are `TOP`."""
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     top = gl.full([CONSUMER_ROWS], TOP, gl.float32, OF_ROWS)
     if F.max_logits:
         return top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)
@@ -28,15 +26,15 @@ def no_maxima(TOP: gl.constexpr, F: gl.constexpr, OF_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
-    """The `tops` of `softmax.scored` and the row sums with which a turn begins.
+def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr):
+    """The `tops` of `softmax.scored` and the row sums with which a turn begins: those of the partial result `BEFORE`.
 
-    They are those of the partial result `BEFORE`, or if `PLAN.fresh` those of rows that have seen no key.
-
-    If `PLAN.bounded`, half of the soft cap replaces all maxima.
+    If `PLAN.fresh`, they are those of rows that have seen no key. If `PLAN.bounded`, half of the soft cap replaces all
+    maxima.
     """
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
-    tops = no_maxima(LEAST, F, OF_ROWS)
+    tops = no_maxima(LEAST, F, PLAN)
     if PLAN.fresh:
         return tops, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     else:
@@ -55,24 +53,20 @@ def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
-def written(
-    acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
-    PLAN: gl.constexpr, OF_ROWS: gl.constexpr,
-):  # fmt: skip
+def written(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
     """Writes the results of consumer `NUMBER` for turn `number` of this program to `AFTER`.
 
-    They are the outputs, from `acc`, the lse and, if `F.max_logits`, the largest score of each row, from `tops[1]`.
     If results are `PLAN.stored`, the outputs go where the turn's queries were in shared memory, and the producer writes
-    them to global memory. The turn's row, batch row and head are read from shared memory again, so that they occupy no
-    registers during the turn.
+    them to global memory. The turn's numbers are read from shared memory again, to occupy no registers during the turn.
     """
     OUT = AFTER[0]
-    total = sum_of_parts(total, OF_ROWS)
-    start = of_turn(shared, number, 0) + NUMBER * CONSUMER_ROWS
-    batch = of_turn(shared, number, 1)
-    head = of_turn(shared, number, 2)
+    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
+    total = gl.convert_layout(gl.sum(total, 1), OF_ROWS)  # of four parts (`softmax.sums_of_parts`)
+    start = read(shared, "row", number % 2) + NUMBER * CONSUMER_ROWS
+    batch = read(shared, "batch", number % 2)
+    head = read(shared, "head", number % 2)
     if not PLAN.stored:
-        leave("turns", number % 2, PLAN)
+        arrive_at("turn_empty", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     lse, factor = final_rows(tops[0], total, F)
@@ -88,7 +82,7 @@ def written(
             _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
     if PLAN.stored:
         fence_async_shared()
-        leave("turns", number % 2, PLAN)
+        arrive_at("turn_empty", number % 2, PLAN)
 
 
 @gluon.jit
@@ -106,10 +100,7 @@ def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
 
 @gluon.constexpr_function
 def in_sixteens(DIM):
-    """The register layout of `[64, DIM]` two-byte numbers in which each thread has sixteen contiguous bytes of a row.
-
-    It is the layout of a product after every four threads have exchanged numbers.
-    """
+    """The register layout of `[64, DIM]` two-byte numbers in which a thread has sixteen contiguous bytes of a row."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: DIM.bit_length() - 2],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],

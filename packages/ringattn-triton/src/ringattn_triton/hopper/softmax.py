@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """The online softmax of a consumer on Hopper: from the product of a tile to its weights, maxima and sums."""
 
 from triton.experimental import gluon
@@ -9,52 +7,49 @@ from triton.experimental.gluon import language as gl
 from ..kernels.scores import bent, biased, lost_by_distance
 from ..kernels.tokens import visible
 from .dropout import kept
-from .schedules import CONSUMER_ROWS
+from .plans import CONSUMER_ROWS
 
 
 @gluon.jit
-def scored(
-    s, tops, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
+def scored(s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr):
     """Four results: scores, what each row subtracts from them, the new `tops`, and factors for each row's sums so far.
 
     The second and the third are in units of log2. `tops[0]` has the row maxima. Each is updated only if a score exceeds
     it by more than 8 such units: any number near the maximum gives the same results, and without an update the sums
-    need no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors are
-    not used. If `F.max_logits`, `tops[1]` has the exact maxima, for the result of that name.
+    need no multiplication. If scores are `PLAN.bounded`, half of the soft cap replaces all maxima, and the factors have
+    no meaning. If `F.max_logits`, `tops[1]` has the exact maxima, for the result of that name. `rows` is a
+    `forward_kernel.Rows`.
     """
     top = tops[0]
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
     ONE_SIDED: gl.constexpr = F.distances and F.causal and not MASKED
-    if F.capped:
-        s = bent(s, F)
+    s = bent(s, F)
     if not (F.plain or folded(F)):
         s = s * F.unbend
     if F.bias:
         s = biased(s, bias)
     offset = top
     if F.distances:
-        lost = lost_by_distance(head, F, folded(F))
+        lost = lost_by_distance(rows.head, F, folded(F))
         if ONE_SIDED:
             # All keys come before the query, so the penalty is `lost * from_origin - lost * away`. The first term, the
             # same for a whole row, is left to `base`.
             s = s + lost * away
-            offset = from_origin * lost * FOLD
+            offset = rows.from_origin * lost * FOLD
         else:
-            s = s - lost * gl.abs(from_origin[:, None] - away)
+            s = s - lost * gl.abs(rows.from_origin[:, None] - away)
     if MASKED:
-        s = _masked(s, queries, keys, head, F, RAGGED)
-    if PLAN.bounded:
-        if F.max_logits:
-            tops = (top, gl.maximum(tops[1], gl.max(s, 1) * FOLD))
-        return s, top, tops, top
-    else:
-        most = gl.max(s, 1) * FOLD
-        if ONE_SIDED:
-            most = most - offset
-        if F.max_logits:
-            largest = gl.maximum(tops[1], most)
+        s = _masked(s, rows, keys, F, RAGGED)
+    most = gl.max(s, 1) * FOLD
+    if ONE_SIDED:
+        most = most - offset
+    if F.max_logits:
+        largest = gl.maximum(tops[1], most)
+    now = top
+    base = top
+    shrink = top
+    if not PLAN.bounded:
         now = gl.maximum(top, most)
         now = gl.where(now > top + 8.0, now, top)
         base = now
@@ -63,44 +58,42 @@ def scored(
         shrink = gl.exp2(top - base)
         if ONE_SIDED:
             base = base + offset
-        if F.max_logits:
-            return s, base, (now, largest), shrink
-        else:
-            return s, base, (now,), shrink
+    if F.max_logits:
+        return s, base, (now, largest), shrink
+    else:
+        return s, base, (now,), shrink
 
 
 @gluon.jit
-def _masked(s, queries, keys, head, F: gl.constexpr, RAGGED: gl.constexpr):
+def _masked(s, rows, keys, F: gl.constexpr, RAGGED: gl.constexpr):
     """Replaces the scores of hidden keys by -inf; `RAGGED`: the tile may reach past the last key.
 
     Segment ids are compared in inline assembly. Otherwise LLVM joins this comparison with that of positions, and the
     assembler packs the 64 results into registers and unpacks them again, in 200 more instructions.
     """
     OTHERS: gl.constexpr = F.without_segments
-    s = gl.where(visible(queries, keys, head, OTHERS, RAGGED, False), s, -float("inf"))
+    s = gl.where(visible(rows.queries, keys, rows.head, OTHERS, RAGGED, False), s, -float("inf"))
     if F.segments:
         SELECT: gl.constexpr = "{ .reg .pred p; setp.eq.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }"
         s = gl.inline_asm_elementwise(
-            SELECT, "=f,f,r,r", [s, queries.segment, keys.segment], dtype=gl.float32, is_pure=True, pack=1
+            SELECT, "=f,f,r,r", [s, rows.queries.segment, keys.segment], dtype=gl.float32, is_pure=True, pack=1
         )
     return s
 
 
 @gluon.jit
-def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr):
     """The softmax weights of a tile after dropout, and each row's updated sum of weights before dropout.
 
     The sums, `total`, are in four parts (`sums_of_parts`).
     """
-    if PLAN.bounded:
-        p = gl.exp2(s * F.fold - base[:, None])
-        total = total + sums_of_parts(p)
-    else:
-        FOLD: gl.constexpr = fold_of(F)
-        p = gl.exp2(s * FOLD - base[:, None])
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None] + sums_of_parts(p)
+    FOLD: gl.constexpr = fold_of(F)
+    p = gl.exp2(s * FOLD - base[:, None])
+    if not PLAN.bounded:
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None]
+    total = total + sums_of_parts(p)
     if F.dropout:
-        p = gl.where(kept(drawn[0], drawn[1], F, PLAN.kv_tile, SCORES), p, 0.0)
+        p = gl.where(kept(drawn[0], drawn[1], F, PLAN.kv_tile), p, 0.0)
     return p, total
 
 
@@ -128,12 +121,6 @@ def in_parts(total):
     """Turns each row's sum into four parts, as `sums_of_parts` returns them: the first is the sum, the others 0."""
     first = gl.arange(0, 4, gl.SliceLayout(0, quad_layout(4)))[None, :] == 0
     return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, quad_layout(4)))[:, None], 0.0)
-
-
-@gluon.jit
-def sum_of_parts(total, OF_ROWS: gl.constexpr):
-    """Adds the four parts of each row's sum (`sums_of_parts`); the result, `[64]`, has register layout `OF_ROWS`."""
-    return gl.convert_layout(gl.sum(total, 1), OF_ROWS)
 
 
 @gluon.jit
@@ -165,9 +152,8 @@ def quad_layout(COLUMNS):
 
 
 @gluon.jit
-def as_operand(weights, TYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Unpacks `packed` weights to `TYPE`, laid out as the left operand of a product whose result has layout `SUMS`."""
+def unpacked(weights, TYPE: gl.constexpr):
+    """Unpacks `packed` weights to `TYPE`."""
     first = weights.to(gl.int16).to(TYPE, bitcast=True)
     second = (weights >> 16).to(gl.int16).to(TYPE, bitcast=True)
-    p = gl.reshape(gl.join(first, second), [weights.shape[0], weights.shape[1] * 2])
-    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+    return gl.reshape(gl.join(first, second), [weights.shape[0], weights.shape[1] * 2])

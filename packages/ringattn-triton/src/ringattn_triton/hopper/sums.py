@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Accumulators of a consumer on Hopper: a tuple with one `[64, width]` for each piece of a head.
 
 In the forward pass they sum weighted values; in the backward pass of heads of more than 128, dk or dv
@@ -14,9 +12,9 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import float32, inline_asm_elementwise
 
-from .head_tiles import apart, dims_of, opaque_zero, piece, product_count
-from .schedules import CONSUMER_ROWS
-from .softmax import as_operand
+from .head_tiles import apart, dims_of, layout_of, left_of, opaque_zero, piece, product_count, rows_of
+from .plans import CONSUMER_ROWS
+from .softmax import unpacked
 
 
 @gluon.constexpr_function
@@ -39,11 +37,6 @@ def width_of(dim, number):
     return piece(dim, number)[1] if pieces(dim) == 2 else 1 << (dim - 1).bit_length()
 
 
-@gluon.constexpr_function
-def layout_of(width):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-
-
 @gluon.jit
 def no_sums(DIM: gl.constexpr):
     """New accumulators of zeros for a head of `DIM` dimensions."""
@@ -64,46 +57,35 @@ def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PL
     if apart(DIM):
         if there:
             mbarrier.wait(shared.rest_full.index(0), last & 1)
-        rest = _product(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
+        rest = _added(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
         if there:
             mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
-        return _product(sums[0], weights, (shared.v[0].index(place),), 0), rest
+        return _added(sums[0], weights, (shared.v[0].index(place),), 0), rest
     else:
         if there:
             mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
-        values = (shared.v[0].index(place),)
-        found = ()
-        for number in gl.static_range(pieces(DIM)):
-            found += (_product(sums[number], weights, values, first_of(DIM, number)),)
-        return found
-
-
-@gluon.jit
-def _product(sums, weights, values, FIRST: gl.constexpr):
-    WIDTH: gl.constexpr = sums.shape[1]
-    right = dims_of(values, FIRST, WIDTH)
-    return warpgroup_mma(as_operand(weights, right.dtype, layout_of(WIDTH)), right, sums, is_async=True)
+        return with_product(sums, weights, (shared.v[0].index(place),), DIM)
 
 
 @gluon.jit
 def with_product(sums, left, right, DIM: gl.constexpr):
-    """Begins to add `left right` to the accumulators; `left` is in registers, `right` is a tile in shared memory."""
+    """Begins to add `left right` to the accumulators.
+
+    `left` is in registers, `packed` or not; `right` is a tile in shared memory.
+    """
     found = ()
     for number in gl.static_range(pieces(DIM)):
-        found += (_added(sums[number], left, dims_of(right, first_of(DIM, number), width_of(DIM, number))),)
+        found += (_added(sums[number], left, right, first_of(DIM, number)),)
     return found
 
 
 @gluon.jit
-def _added(sums, left, right):
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout_of(sums.shape[1]), k_width=2)
-    return warpgroup_mma(gl.convert_layout(left, LEFT), right, sums, is_async=True)
-
-
-@gluon.jit
-def rest_finished(sums):
-    """Waits for the second accumulator's product, which `with_values` begins before the first's. Returns both."""
-    return sums[0], warpgroup_mma_wait(1, deps=[sums[1]])
+def _added(sums, left, right, FIRST: gl.constexpr):
+    """Begins to add to one accumulator the product of `left` and the dimensions of `right` from `FIRST` on."""
+    right = dims_of(right, FIRST, sums.shape[1])
+    if left.dtype == gl.int32:
+        left = unpacked(left, right.dtype)
+    return warpgroup_mma(gl.convert_layout(left, left_of(sums.shape[1])), right, sums, is_async=True)
 
 
 @gluon.jit
@@ -148,4 +130,4 @@ def product_where_needed(acc, factor, _semantic=None):
 @gluon.jit
 def of_dims(rows, WIDTH: gl.constexpr):
     """Converts one number for each row to a column that can be multiplied with an accumulator of `WIDTH` dimensions."""
-    return gl.convert_layout(rows, gl.SliceLayout(1, layout_of(WIDTH)))[:, None]
+    return gl.convert_layout(rows, rows_of(WIDTH))[:, None]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: standard, reportUndefinedVariable=false, reportInvalidTypeForm=false
 """In which order the one-pass backward kernel takes its turns, and how many key heads run side by side.
 
 These rules change the time, and the order of sums: of turns that add to dq, and of the steps of a turn that add to dk
@@ -7,22 +8,16 @@ and dv. Figures are times with a rule over times without it, of the kernel unles
 
 import dataclasses
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from ringattn_core.contract.protocol import Block
 
 from ..kernel_inputs import BlockConstants, power_of_two
-from .backward_plan import BackwardPlan
-from .schedules import PROGRAMS
+from .plans import PROGRAMS, BackwardPlan
 
 _TOGETHER: Final = 512
 """Where turns do not wait for each other, as few key heads run side by side as have this many turns (key tiles) in all:
 their queries stay in the cache."""
-_TOGETHER_IN_ORDER: Final = 16
-"""The most key heads whose turns run side by side where turns wait for each other. With the value 64, a batch of 8
-rows of 2k tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads."""
-_WIDE_TOGETHER_IN_ORDER: Final = 4
-"""`_TOGETHER_IN_ORDER` for head sizes above 128. With the value 8, the kernel takes 1.1 times as long under a mask."""
 _IN_CACHE: Final = 2**25
 """The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Up to this
 size, turns that go upwards take 0.93 to 0.98 of the time that they take downwards, at twice the size 1.03."""
@@ -35,26 +30,32 @@ _INTERLEAVED_APART: Final = 1.9
 """How many steps apart interleaved turns of a head begin, at least. A call with gradients then takes 0.69 to 0.95 of
 the time (heads of 192 and 256, 2k to 8k tokens); with half as many steps, 1.04 to 1.1, because turns wait for each
 other."""
-_LONG: Final = 16
-"""The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns begins
-1.5 steps after the one before."""
-_WIDE_LONG: Final = 31
-"""`_LONG` for head sizes above 128, where turns begin farther apart."""
-_STEPS: Final = 8
-"""The least ratio of a turn's steps to the number of turns of its head that would run at once if all heads ran side by
-side. Below this ratio, turns wait too long for each other. At this ratio, under a causal mask, a simulation of the
-waits gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long."""
-_WIDE_STEPS: Final = 2
-"""`_STEPS` for head sizes above 128, where two passes take 2.2 times as long."""
+
+
+class _Limits(NamedTuple):
+    """Limits for turns that wait for each other; `_NARROW` for head sizes up to 128, `_WIDE` for those above."""
+
+    together: int
+    """The most key heads whose turns run side by side. With the value 64 for narrow heads, a batch of 8 rows of 2k
+    tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads. With the value 8 for wide
+    heads, the kernel takes 1.1 times as long under a mask."""
+    long: int
+    """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns
+    begins 1.5 steps after the one before, with wide heads more."""
+    steps: int
+    """The least ratio of a turn's steps to the number of turns of its head that would run at once if all heads ran side
+    by side. Below it, turns wait too long for each other. With the value 8, under a causal mask, a simulation of the
+    waits gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long, and 2.2 times
+    with wide heads."""
+
+
+_NARROW: Final = _Limits(together=16, long=16, steps=8)
+_WIDE: Final = _Limits(together=4, long=31, steps=2)
 
 
 def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tuple[BackwardPlan, int, int]:
-    """The plan with the order of its turns, and the arguments `programs` and `heads` of `visited_tiles.table` for it.
-
-    With a bias that has a gradient, each launch computes a strip, a few turns of each head. These turns do not go
-    upwards, and do not wait for their neighbours.
-    """
-    in_strips = block.bias is not None and not block.bias_fixed
+    """The plan with the order of its turns, and arguments for it of `visited_tiles.table`: `programs` and `heads`."""
+    in_strips = block.bias is not None and not block.bias_fixed  # then a launch has only a few turns of each head
     if not _in_order(block, constants, plan):
         return plan, _TOGETHER, constants.kv_heads
     upwards = 0 if in_strips else _heads_upwards(constants, plan)
@@ -72,11 +73,10 @@ def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tup
 
 
 def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
-    """Whether turns add to dq in the order in which they are taken, so that every run gives the same bits.
+    """Whether turns add to dq in order: if the caller wants the same bits at every run, or if it is faster.
 
-    They do if the caller wants the same bits, or if it is faster. On an H100, an ordered kernel takes 0.83 of the time
-    with 8 heads in a group, because turns share tiles in the cache. It takes 0.94 with 2k tokens and 0.92 with
-    documents (segment ids), because dq needs no zeros, and 1.02 with 16k tokens.
+    On an H100, an ordered kernel takes 0.83 of the time with 8 heads in a group, because turns share tiles in the
+    cache, 0.94 with 2k tokens and 0.92 with documents (segment ids), because dq needs no zeros, and 1.02 with 16k.
     """
     faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
     return not block.rule.fused_backward or (faster and not plan.wide and enough_heads(block, constants, plan))
@@ -84,7 +84,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
 def enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
     """Whether enough heads run at once for turns to wait seldom. (A turn waits only for turns of the same head.)"""
-    least = -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // _steps_of_all(constants, plan))
+    least = -(-(_WIDE if plan.wide else _NARROW).steps * PROGRAMS // _steps_of_all(constants, plan))
     return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 
 
@@ -93,51 +93,49 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
 
     The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
-    together. With segment ids turns may be short, and short turns of few heads wait for each other, while one long
-    document takes the same time with any number of heads: so as many run side by side as may. Turns of wide heads
-    that see all keys get out of step, so no more heads run side by side than the cache holds, but enough for every
-    program to have a turn. With 2 heads of 192, not 4 (8k tokens), the backward pass takes 0.81 of the time (H100).
+    together. With segment ids, short turns of few heads would wait for each other, while one long document takes the
+    same time with any number of heads. Turns of wide heads that see all keys get out of step, so no more heads run than
+    the cache holds, but enough for every program to have a turn: with 2 heads of 192, not 4 (8k tokens), the backward
+    pass takes 0.81 of the time (H100).
     """
-    most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
+    most, long, _ = _WIDE if plan.wide else _NARROW
     if constants.segments and not plan.wide:
         return most
     turns = _turns_of_head(constants, plan)
     if plan.wide and not (constants.above or constants.below or constants.segments or constants.masks):
-        most = min(most, max(-(-PROGRAMS // turns), _IN_CACHE // _bytes_of_head(constants)))
+        most = min(most, max(-(-PROGRAMS // turns), _heads_in_cache(constants)))
     return min(most, max(2 * PROGRAMS // turns, long * PROGRAMS // _steps_of_all(constants, plan), 1))
 
 
 def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads run side by side if turns go upwards (`backward_turns.steps_of`); 0 if they must not.
 
-    It is the least power of two that gives every program a turn. It is 0 if the cache does not hold the heads' queries,
-    dout and dq (`_IN_CACHE`), for head sizes above 128, where it takes too long to add to dq, and with segment ids,
-    where turns may be short.
+    It is the least power of two that gives every program a turn, but 0 if the cache does not hold so many heads, for
+    head sizes above 128, where it takes too long to add to dq, and with segment ids, where turns may be short.
     """
     heads = power_of_two(-(-PROGRAMS // _turns_of_head(constants, plan)))
-    return 0 if plan.wide or constants.segments or not _cached(heads, constants) else heads
+    return 0 if plan.wide or constants.segments or heads > _heads_in_cache(constants) else heads
 
 
 def _heads_interleaved(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads run side by side if turns are interleaved (`backward_turns.take_turn`); 0 if they must not be.
 
     Turns of a head then begin `heads * steps / PROGRAMS` steps apart, where `steps` is the number of steps of its first
-    turn. It is the least power of two that makes this enough, and 0 if the cache does not hold so many heads. (Fewer
-    run side by side, interleaved or not, if their number does not divide by it.) Heads up to 128 hand tiles of dq over
-    faster: interleaved, they take up to 1.05 times as long as upwards.
+    turn. It is the least power of two that makes this enough, but 0 if the cache does not hold so many heads. (Fewer
+    run side by side if their number does not divide by it.) Heads up to 128 hand tiles of dq over faster: interleaved,
+    they take up to 1.05 times as long as upwards.
     """
     heads = power_of_two(math.ceil(_INTERLEAVED_APART * PROGRAMS / _steps_of_all(constants, plan)))
-    return heads if plan.wide and _cached(heads, constants) and _causal_alone(constants) else 0
+    return heads if plan.wide and heads <= _heads_in_cache(constants) and _causal_alone(constants) else 0
 
 
 def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
-    Under a causal mask, neighbouring turns that begin together end `apart` steps apart, so the turns after them would
-    begin `apart` steps apart. With many heads in a group, that is so far that each turn reads its query tiles from
-    memory. If the 32nd part of a head's turns begins together, a call with gradients takes 0.94 to 1.01 of the time
-    (H200). If twice as many do, it takes up to 1.04, because the first of them waits for the last. Heads above 128 gain
-    nothing.
+    Under a causal mask, neighbouring turns that begin together end `apart` steps apart, and so the next ones would
+    begin. With many heads in a group, each turn would then read its query tiles from memory. If the 32nd part of a
+    head's turns begins together, a call with gradients takes 0.94 to 1.01 of the time (H200); with twice as many, up
+    to 1.04, because the first of them waits for the last. Heads above 128 gain nothing.
     """
     apart = constants.group * plan.kv_tile // plan.q_tile
     gains = apart >= _APART and _causal_alone(constants) and not (plan.wide or constants.by_head)
@@ -152,25 +150,19 @@ def _causal_alone(constants: BlockConstants) -> bool:
 def _heads_inside(block: Block, constants: BlockConstants) -> bool:
     """Whether an ordered turn visits a query tile for all heads of its group before the next tile.
 
-    If not, it visits all tiles for a head, and then for the next head. Turns of one key head visit different numbers of
-    tiles. With all tiles for a head first, they are soon at different heads, and share no tiles in the cache: with
-    8 heads in a group the kernel takes 1.13 times as long. But under a sliding window, turns that run at once are at
-    different tiles anyway, as far apart as their keys, and the cache does not hold these tiles for all heads: one head
-    at a time, a call with gradients takes 0.73 to 1.02 of the time. Options that depend on the head are read once for
-    each head, so that heads come one at a time there, too.
+    With all tiles for one head first, turns are soon at different heads, because they visit different numbers of tiles,
+    and share no tiles in the cache: with 8 heads in a group the kernel takes 1.13 times as long. But under a sliding
+    window, turns that run at once are at different tiles anyway, as far apart as their keys, and the cache does not
+    hold these tiles for all heads: one head at a time, a call with gradients takes 0.73 to 1.02 of the time. Options
+    that depend on the head are read once for each head, so heads come one at a time there, too.
     """
     left, _ = block.rule.sliding_window or (None, None)
     return (left is None or left >= constants.q_length) and not constants.by_head
 
 
-def _cached(heads: int, constants: BlockConstants) -> bool:
-    """Whether the cache holds the queries, dout and dq of so many key heads."""
-    return heads * _bytes_of_head(constants) <= _IN_CACHE
-
-
-def _bytes_of_head(constants: BlockConstants) -> int:
-    """How many bytes the queries, dout and dq (in float32) of a key head have."""
-    return 8 * constants.group * constants.q_length * constants.padded_head_dim
+def _heads_in_cache(constants: BlockConstants) -> int:
+    """Of how many key heads the cache holds the queries, dout and dq (in float32)."""
+    return _IN_CACHE // (8 * constants.group * constants.q_length * constants.padded_head_dim)
 
 
 def _turns_of_head(constants: BlockConstants, plan: BackwardPlan) -> int:

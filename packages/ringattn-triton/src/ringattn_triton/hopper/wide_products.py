@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 """The five products of the one-pass backward for heads of more than 128: one consumer computes dv, the other dk.
 
 Both work on all 64 keys of a turn. The first consumer computes the softmax weights p and adds to dv. It hands p over in
@@ -22,29 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.scores import narrowed, scaled
-from ..kernels.tile_loop import owned
-from .backward_memory import (
-    AFTER,
-    BEFORE,
-    DOUT_EMPTY,
-    DOUT_FULL,
-    DQ_EMPTY,
-    DQ_FULL,
-    DS_FULL,
-    KV_EMPTY,
-    Q_EMPTY,
-    TILE,
-    WEIGHTS_EMPTY,
-    WEIGHTS_FULL,
-    WHOLE,
-    finished_turn,
-    next_turn,
-    weights_place,
-)
-from .backward_products import in_register_order, write_gradient
-from .backward_scores import probabilities, tile_of
-from .hardware_barriers import arrive_at, hardware_barrier, read_number
-from .head_tiles import dims_of, opaque_zero, place_of, product_of_heads
+from .backward_memory import barrier, finished_turn, next_turn, read, weights_place
+from .backward_products import hand_over, in_register_order, write_gradient
+from .backward_scores import numbers_of, probabilities, tile_of
+from .hardware_barriers import arrive_at, arrive_at_constant, wait_at
+from .head_tiles import dims_of, layout_of, opaque_zero, place_of, product_of_heads
 from .sums import finished, first_of, no_sums, pieces, with_product
 
 
@@ -57,11 +36,11 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        whole = TIMES * read_number(shared.numbers.index(WHOLE + taken % 2), 4)
+        whole = TIMES * read(shared, "whole", taken % 2)
         dv = no_sums(F.value_dim)
         if PLAN.masked:
-            before = TIMES * read_number(shared.numbers.index(BEFORE + taken % 2), 4)
-            after = TIMES * read_number(shared.numbers.index(AFTER + taken % 2), 4)
+            before = TIMES * read(shared, "before", taken % 2)
+            after = TIMES * read(shared, "after", taken % 2)
             # Steps come in two parts: `before` masked steps and all whole steps, then `after` masked steps. Both parts
             # run through one copy of the code.
             for part in range(0, 2 * HEADS):
@@ -76,7 +55,7 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
             done += HEADS * whole
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False)
-        mbarrier.arrive(shared.barriers.index(KV_EMPTY), count=1)
+        mbarrier.arrive(barrier(shared, "kv_empty", 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         for piece in gl.static_range(pieces(F.value_dim)):
             write_gradient(
@@ -89,20 +68,20 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 @gluon.jit
 def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The second consumer: computes dk of a turn's 64 keys, summed over all heads of the group, and the rest of dq."""
-    hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
+    arrive_at("weights_empty", 0, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = read_number(shared.numbers.index(BEFORE + taken % 2), 4)
-        whole = read_number(shared.numbers.index(WHOLE + taken % 2), 4)
-        after = read_number(shared.numbers.index(AFTER + taken % 2), 4)
+        before = read(shared, "before", taken % 2)
+        whole = read(shared, "whole", taken % 2)
+        after = read(shared, "after", taken % 2)
         dk = no_sums(F.head_dim)
         first = done
         done += F.group * (before + whole + after)
         for step in range(first, done):
             dk = _step_of_dk(dk, shared, step, F, PLAN)
-        mbarrier.arrive(shared.barriers.index(KV_EMPTY), count=1)
+        mbarrier.arrive(barrier(shared, "kv_empty", 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         for piece in gl.static_range(pieces(F.head_dim)):
             found = scaled(dk[piece], shared.ds, F)
@@ -112,45 +91,39 @@ def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
 
 
 @gluon.jit
-def _step_of_dv(
-    dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+def _step_of_dv(dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
     """One query tile: scores `s = k q^T`; `p = exp(s - lse)`; `dv += p dout`; two pieces of `dq = ds^T k`.
 
     The consumer hands p over to the other consumer, and takes ds from it. p is computed while the tile's dout is on the
     way, because dout may have only one place.
     """
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.ds.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     place = step % PLAN.stages
     mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
-    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
+    zero = gl.zeros([64, Q_TILE], gl.float32, layout_of(Q_TILE))
     s = product_of_heads(place_of(shared.k, opaque_zero()), place_of(shared.q, place), zero, F.head_dim)
-    tile = 0
-    if MASKED:
-        row, batch, _ = owned(turn, T, F.kv_heads)
-        tile = tile_of(P, batch, read_number(shared.numbers.index(TILE + place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
+    tile = tile_of(shared, place, P, turn, 0, 0, F, T, PLAN, MASKED)
     s = warpgroup_mma_wait(0, deps=[s])
-    p, _ = probabilities(s, shared.rows, place, tile, 0, 0, F, PLAN, MASKED, SCORES)
-    hardware_barrier("arrive", Q_EMPTY + place, 288)
-    hardware_barrier("sync", WEIGHTS_EMPTY, 256)
+    p, _ = probabilities(s, tile, F, PLAN, MASKED)
+    arrive_at("q_empty", place, PLAN)
+    wait_at("weights_empty", 0, PLAN)
     weights_place(shared).store(in_register_order(p))
-    hardware_barrier("arrive", WEIGHTS_FULL, 256)
+    arrive_at("weights_full", 0, PLAN)
     dout_place = step % PLAN.dout_stages
-    mbarrier.wait(shared.barriers.index(DOUT_FULL + dout_place), (step // PLAN.dout_stages) & 1)
-    dv = finished(with_product(dv, p.to(TYPE), place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
-    hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
-    hardware_barrier("sync", DS_FULL, 256)
+    mbarrier.wait(barrier(shared, "dout_full", dout_place), (step // PLAN.dout_stages) & 1)
+    weights = p.to(shared.ds.dtype)
+    dv = finished(with_product(dv, weights, place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
+    arrive_at("dout_empty", dout_place, PLAN)
+    wait_at("ds_full", 0, PLAN)
     dq = _piece_of_dq(shared, 0)
     other = _piece_of_dq(shared, 1)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    hardware_barrier("sync", DQ_EMPTY, 160)
+    wait_at("dq_empty", 0, PLAN)
     shared.dq.index(0).store(in_register_order(dq))
     other = warpgroup_mma_wait(0, deps=[other])
     shared.dq.index(2).store(in_register_order(other))
     fence_async_shared()
-    arrive_at(DQ_FULL, step % 2, 160)
+    arrive_at_constant("dq_full", step % 2, PLAN)
     return dv
 
 
@@ -158,23 +131,23 @@ def _step_of_dv(
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     """One query tile: `dp = v dout^T - delta`; `ds = p dp`, which both consumers read; `dk += ds q`; the rest of dq."""
     Q_TILE: gl.constexpr = PLAN.q_tile
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
+    SCORES: gl.constexpr = layout_of(Q_TILE)
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     FIRST: gl.constexpr = PIECES - PIECES // 2
     dout_place = step % PLAN.dout_stages
-    mbarrier.wait(shared.barriers.index(DOUT_FULL + dout_place), (step // PLAN.dout_stages) & 1)
+    mbarrier.wait(barrier(shared, "dout_full", dout_place), (step // PLAN.dout_stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     dout = place_of(shared.dout, dout_place + opaque_zero())
     dp = product_of_heads(place_of(shared.v, opaque_zero()), dout, zero, F.value_dim)
-    minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
-    hardware_barrier("sync", WEIGHTS_FULL, 256)
+    minus_delta = numbers_of("delta", shared.rows, dout_place, PLAN)
+    wait_at("weights_full", 0, PLAN)
     p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
+    arrive_at("dout_empty", dout_place, PLAN)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
     _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait between the load and this
     fence_async_shared()
-    hardware_barrier("arrive", DS_FULL, 256)
+    arrive_at("ds_full", 0, PLAN)
     place = step % PLAN.stages
     mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
     dq = _piece_of_dq(shared, FIRST)
@@ -186,12 +159,12 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
         dq, other = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq, other])
     else:
         dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
-    hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
-    _hand_over(dq, shared, step)
+    arrive_at("weights_empty", 0, PLAN)
+    hand_over(dq, shared, step, 1, PLAN)
     dk = finished(dk)
-    hardware_barrier("arrive", Q_EMPTY + place, 288)
+    arrive_at("q_empty", place, PLAN)
     if PIECES // 2 > 1:
-        _hand_over(other, shared, step)
+        hand_over(other, shared, step, 1, PLAN)
     return dk
 
 
@@ -204,21 +177,11 @@ def _ds_place(shared):
 @gluon.jit
 def _piece_of_dq(shared, NUMBER: gl.constexpr):
     """Begins the product `ds^T k` for piece `NUMBER` of dq, the 64 dimensions from `64 * NUMBER` on."""
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zero = gl.zeros([64, 64], gl.float32, PIECE)
+    zero = gl.zeros([64, 64], gl.float32, layout_of(64))
     ds = _ds_place(shared).permute((1, 0))
     return warpgroup_mma(
         ds, dims_of(place_of(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
     )
-
-
-@gluon.jit
-def _hand_over(dq, shared, step):
-    """Puts a piece of dq into shared memory; the writer warp of step number `step` adds it to global memory."""
-    hardware_barrier("sync", DQ_EMPTY + 1, 160)
-    shared.dq.index(1).store(in_register_order(dq))
-    fence_async_shared()
-    arrive_at(DQ_FULL + 2, step % 2, 160)
 
 
 @gluon.constexpr_function

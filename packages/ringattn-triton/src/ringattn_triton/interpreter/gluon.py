@@ -298,7 +298,7 @@ def hardware_barrier(action: str, number: Any, threads: Any) -> None:
         team.wait(barrier, before)
 
 
-def arrive_at(first: Any, place: Any, threads: Any) -> None:
+def arrive_at_either(first: Any, place: Any, threads: Any) -> None:
     hardware_barrier("arrive", _integer(first) + (_integer(place) != 0), threads)
 
 
