@@ -51,7 +51,10 @@ def compiled(name: str, others: Sequence[str]) -> dict[str, dict[str, Prepared]]
         for who, other in [*rivals.items()]:
             apart = [*map(relative, other.results(), right)]
             if not all(x <= TOLERANCES[case.shape.dtype] for x in apart):  # NaN is left out, too
-                print(f"{name}, {part}: {who} differs by {max(apart):.1e}, and is left out", file=sys.stderr)
+                print(
+                    f"{name}, {part}: {who} differs by {', '.join(f'{x:.1e}' for x in apart)}, and is left out",
+                    file=sys.stderr,
+                )
                 del rivals[who]
         found |= {part: mine | rivals} if rivals else {}
     return found

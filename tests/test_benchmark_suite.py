@@ -39,7 +39,9 @@ def test_counters_are_those_of_the_longest_kernel_of_each_pass_in_the_second_cal
 
 
 @pytest.mark.parametrize("wrong", [1.0, np.nan])
-def test_rivals_that_compute_something_else_are_not_timed(wrong: float, monkeypatch: pytest.MonkeyPatch):
+def test_rivals_that_compute_something_else_are_not_timed(
+    wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import call_rivals
     from measuring import Prepared
@@ -57,6 +59,7 @@ def test_rivals_that_compute_something_else_are_not_timed(wrong: float, monkeypa
         "forward": [call_rivals.OURS, "right"],
         "forward+backward": [call_rivals.OURS, call_rivals.UNORDERED, "right"],
     }
+    assert f"wrong differs by 0.0e+00, {wrong / (1 if np.isnan(wrong) else 2**0.5):.1e}" in capsys.readouterr().err
 
 
 def test_pairs_are_those_that_the_mask_shows(monkeypatch: pytest.MonkeyPatch):

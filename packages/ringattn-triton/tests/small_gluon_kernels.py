@@ -163,7 +163,8 @@ def passed_on(OUT, COUNT: gl.constexpr, FAULT: gl.constexpr):
 def _hand_numbers(place, COUNT: gl.constexpr, FAULT: gl.constexpr):
     for number in range(COUNT):
         if FAULT != "never waits":
-            hardware_barrier("sync", 7, 160 if FAULT != "other threads" else 192)
+            number_of_barrier = 16 if FAULT == "a seventeenth barrier" else 7
+            hardware_barrier("sync", number_of_barrier, 160 if FAULT != "other threads" else 192)
         place.store(gl.full([1], number, gl.int32, ONE))
         hardware_barrier("arrive", 5 + number // COUNT, 160)
 

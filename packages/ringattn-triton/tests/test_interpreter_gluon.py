@@ -139,6 +139,7 @@ def test_hardware_barriers_hand_numbers_on():
     [
         ("never waits", "arrives more often at a barrier than the 160 times that it counts"),
         ("never empties", "waits for ever: its partitions all wait for each other"),
+        ("a seventeenth barrier", "names hardware barrier 16, and there are 16, from 0 on"),
         ("other threads", "has a hardware barrier for (160 threads and for 192|192 threads and for 160)"),
     ],
 )

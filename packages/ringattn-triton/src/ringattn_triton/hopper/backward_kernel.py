@@ -31,8 +31,8 @@ def backward(
 
     A turn is one tile of keys of one key head; programs take turns from a counter. `LSE`, `MINUS_DELTA` and
     `OF_QUERIES` are the results of `backward._rows`. `RANKS` says in which order turns add to a tile of dq. `DQ` is
-    float32 in the order of `dq_order`, without the softmax scale. `X_BEFORE` is one array with `X`, or `None`. Unless
-    `PLAN.ordered`, `DQ` holds zeros at first. If `PLAN.ordered`, the first turn of a tile overwrites it, and the
+    float32 in the order of `dq_order`, with the softmax scale only in float16. `X_BEFORE` is `X` itself, or `None`.
+    Unless `PLAN.ordered`, `DQ` holds zeros at first. If `PLAN.ordered`, the first turn of a tile overwrites it, and the
     counter of a tile that no turn visits stays 0.
 
     `DHEADS_OR_DS` has parts of the gradient of ALiBi slopes, with the sign changed: a number for each head, part of its

@@ -17,7 +17,7 @@ from .backward_memory import barrier, finished_turn, next_turn, read, result_pla
 from .backward_scores import derivatives, head_sums, probabilities, tile_of, with_head_sums
 from .hardware_barriers import arrive_at_constant, wait_at
 from .head_tiles import layout_of, left_of, opaque_zero, product_count, product_of_heads
-from .results import places
+from .results import offsets
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
@@ -99,7 +99,7 @@ def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: 
     """Writes dk or dv of 64 keys from key `first` on, dimensions from `FIRST_DIM` on; `DIM` is the whole head size."""
     PADDED: gl.constexpr = sums.shape[1]
     written = sums.to(GRADIENT.dtype.element_ty)
-    at, inside = places(first, batch, kv_head, F.kv_length, F.kv_heads, DIM, FIRST_DIM, PADDED, layout_of(PADDED))
+    at, inside = offsets(first, batch, kv_head, F.kv_length, F.kv_heads, DIM, FIRST_DIM, PADDED, layout_of(PADDED))
     gl.store(GRADIENT + at, written, mask=inside)
 
 
@@ -145,7 +145,7 @@ def _step_of(
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(place).slice(NUMBER * 64, 64, dim=0).store(ds)
     wait_at("ds_full", 0, PLAN)
-    fence_async_shared()  # for both consumers' ds, whose stores have ended at the barrier: it waits for none
+    fence_async_shared()  # for both consumers' ds, whose stores have ended at the barrier: it does not wait
     both = shared.ds.index(place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns

@@ -24,7 +24,7 @@ from .plans import CONSUMER_ROWS
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, no_maxima, written
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
-from .sums import finished, no_sums, pieces, rescaled, with_values
+from .sums import accumulators, finished, no_sums, rescaled, with_values
 
 
 @gluon.jit
@@ -184,9 +184,9 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
         else:
             drawn = _drawn(shared, taken, P, rows, False, F, PLAN)
         old_tops, old_total = softmax.tops, softmax.total
-        tops, kept = continued_rows(BEFORE, start, batch, head_number, F, PLAN)
-        total = in_parts(kept)
-        s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
+        tops, total_before = continued_rows(BEFORE, start, batch, head_number, F, PLAN)
+        total = in_parts(total_before)
+        s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
         arrive_at("k_empty", taken % PLAN.stages, PLAN)
         keys = _keys(loaded_keys, F, PLAN, PLAN.masked)
         s, base, tops, shrink = scored(s, tops, rows, keys, bias, away, F, PLAN.masked, PLAN)
@@ -200,8 +200,8 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
             acc = loaded(BEFORE[0], start, batch, head_number, F)
-            # Unless scores are bounded, `kept` is 1 (or 0 for a row that saw nothing, whose `acc` is 0).
-            factor = kept if PLAN.bounded else shrink
+            # Unless scores are bounded, `total_before` is 1 (or 0 for a row that saw nothing, whose `acc` is 0).
+            factor = total_before if PLAN.bounded else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
             acc = rescaled(acc, factor)
@@ -293,17 +293,17 @@ def _continued(
     if not LATE:
         away = of_keys(shared, taken, F, PLAN)
     drawn = _drawn(shared, taken, P, rows, APART, F, PLAN)
-    s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
+    s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
     arrive_at("k_empty", taken % PLAN.stages, PLAN)
     # A second wait has nothing to wait for, but keeps the assembler from delaying the arrival.
-    s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
+    s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
     keys = _keys(loaded_keys, F, PLAN, MASKED)
     if LATE:
         away = of_keys(shared, taken, F, PLAN)
     s, base, tops, shrink = scored(s, softmax.tops, rows, keys, bias, away, F, MASKED, PLAN)
     if apart(F.value_dim):
-        # The second piece of values has one place, and its product began first. Left before the exponentials, the place
-        # is filled again while the other consumer computes.
+        # The second piece of values has one place, and its product began first. If the place is freed before the
+        # exponentials, it is filled again while the other consumer computes.
         acc = acc[0], warpgroup_mma_wait(1, deps=[acc[1]])
         arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)

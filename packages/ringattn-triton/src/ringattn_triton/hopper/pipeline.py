@@ -25,7 +25,7 @@ from .head_tiles import (
 from .plans import CONSUMER_ROWS
 from .positions import loaded_of_keys, origin_of, place_of_positions
 
-_NUMBERS: Final = {"row": 0, "batch": 1, "head": 2, "masked": 3, "whole": 4}
+_NUMBERS: Final = {"first": 0, "batch": 1, "head": 2, "masked": 3, "whole": 4}
 """The numbers of a turn in `ForwardMemory.turns`: its first query, its batch row and head, the number of key tiles that
 need a mask, and the number of key tiles that need none."""
 
@@ -223,23 +223,24 @@ def _release(shared, place, tiles, PLAN: gl.constexpr):
     wait_at("turn_empty", place, PLAN)
     if PLAN.stored:
         CONSUMERS: gl.constexpr = PLAN.consumers
-        row = read(shared, "row", place, 1)
+        first = read(shared, "first", place, 1)
         batch = read(shared, "batch", place, 1)
         head = read(shared, "head", place, 1)
         for number in gl.static_range(CONSUMERS):
-            at = [batch, head, row + number * CONSUMER_ROWS, 0]
+            at = [batch, head, first + number * CONSUMER_ROWS, 0]
             mine = shared.q[0].index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q[0].shape[2]))
             store(tiles.out, at, mine)
 
 
 @gluon.jit
-def _announce(shared, number, row, batch, head, masked, whole):
-    """Writes the `_NUMBERS` of turn `number` to shared memory, and tells the consumers; no turn is left if `row` is -1.
+def _announce(shared, number, first, batch, head, masked, whole):
+    """Writes the `_NUMBERS` of turn `number` to shared memory, and tells the consumers.
 
-    There are places for two turns: all consumers must have finished turn `number - 2`.
+    If `first` is -1, no turn is left. There are two places for turns: all consumers must have finished turn
+    `number - 2`.
     """
     place = number % 2
-    numbers = row, batch, head, masked, whole
+    numbers = first, batch, head, masked, whole
     for index in gl.static_range(5):
         write_number(shared.turns.index(place * 5 + index), numbers[index])
     mbarrier.arrive(shared.turns_full.index(place), count=1)
@@ -299,7 +300,7 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
 def next_turn(shared, done):
     """Called by a consumer: waits for turn number `done` of this program. Returns its first query; -1: none is left."""
     mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
-    return read(shared, "row", done % 2)
+    return read(shared, "first", done % 2)
 
 
 @gluon.jit

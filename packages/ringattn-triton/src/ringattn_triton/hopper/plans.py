@@ -16,8 +16,8 @@ programs find no work."""
 CONSUMER_ROWS: Final = tl.constexpr(64)
 """How many queries a consumer of the forward kernel computes: the rows of a product of one warpgroup."""
 _FIRST_FREE: Final = 4
-"""The first hardware barrier that Triton leaves free. Triton takes barriers from 0 on: one for all partitions, and one
-for each partition of more than one warp."""
+"""The first hardware barrier that Triton leaves free if three partitions have several warps; if two have, it is 3.
+Triton takes barriers from 0 on: one for all partitions, and one for each partition of several warps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +52,18 @@ class ForwardPlan:
 
     @property
     def hardware_barriers(self) -> dict[str, tuple[int, int]]:
-        """The first barrier of each name, and for how many threads it waits (`hardware_barriers`).
+        """The first barrier of each name, and for how many threads it waits (the module `hardware_barriers`).
 
         "order", one for each consumer: the consumer may begin its products. "x_empty", one for each place of `x`: all
         consumers have told the producer that they are done with the place. "rest" is the second piece of values. A
         consumer cannot arrive twice before the producer has waited, because it reads a place again only after the
-        producer has filled the place again. With three consumers and three stages, all 16 barriers are used.
+        producer has filled the place again. With three consumers and three stages, the last barrier, 15, is used.
         """
         every = 32 + 128 * self.consumers
         counts = {"order": self.consumers, "k_empty": self.stages, "v_empty": self.stages, "turn_empty": 2}
-        counts |= {"q_empty": 1, "rest_empty": 1}  # q: unless there are two places, which are empty with their turn
-        # One later than the first free barrier, because a forward program may have one more partition.
+        # These two come last, because plans with three stages do not use them: with two places of queries "turn_empty"
+        # says that a place is empty. Barrier 4 is not used.
+        counts |= {"q_empty": 1, "rest_empty": 1}
         return _numbered(_FIRST_FREE + 1, {name: (n, 256 if name == "order" else every) for name, n in counts.items()})
 
 
@@ -96,7 +97,9 @@ class BackwardPlan:
     strip_rows: int = 0
     kv_tile: int = 128
     stages: int = 2
+    """Places of queries. Two, as the writers alternate, and steps use places and barriers in turn."""
     dout_stages: int = 2
+    """Places of dout: as many as `stages`, unless `wide`."""
     registers: int = 240
     """Registers of a consumer's thread while the program runs: more than at the start, because the other warps release
     theirs."""
@@ -117,15 +120,15 @@ class BackwardPlan:
 
     @property
     def hardware_barriers(self) -> dict[str, tuple[int, int]]:
-        """The first barrier of each name, and for how many threads it waits (`hardware_barriers`).
+        """The first barrier of each name, and for how many threads it waits (the module `hardware_barriers`).
 
         "ds_full": ds is written, by both consumers or, if `wide`, by one. "q_empty" and "dout_empty", one for each
         place: both consumers have read the place. "dq_empty", one for each consumer: TMA has read the consumer's places
         of dq. "dq_full", four: at number `2 c + w`, consumer `c` has filled its places of dq for writer `w`.
 
         If `wide`, "weights_full": the softmax weights are in shared memory; "weights_empty": their place may be
-        overwritten, because the consumer of dk has read ds, which lay there last. It is a barrier that Triton leaves
-        free in programs in which at most two partitions have several warps.
+        overwritten, because the consumer of dk has read ds, which lay there last. Its number, 3, is free because only
+        two partitions have several warps.
         """
         counts = {"weights_empty": (1, 256), "ds_full": (1, 256), "q_empty": (2, 288), "dout_empty": (2, 288)}
         return _numbered(

@@ -3,7 +3,7 @@
 
 The producer loads and converts the positions of a tile of keys once for all threads, and puts them beside the keys.
 They are exact up to a distance of 2^24 from the origin. There are twice as many places for positions as for keys: a
-consumer reads positions after it has left the place of the keys, and is done when it leaves the place of the next keys.
+consumer reads positions after it has freed the place of the keys, and is done when it frees that of the next keys.
 """
 
 from triton.experimental import gluon

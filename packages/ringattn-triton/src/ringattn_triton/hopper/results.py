@@ -11,7 +11,7 @@ from .hardware_barriers import arrive_at
 from .head_tiles import apart, dims_of, layout_of, rows_of
 from .pipeline import read
 from .plans import CONSUMER_ROWS
-from .sums import first_of, of_dims, pieces, width_of
+from .sums import accumulators, first_of, of_dims, width_of
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def written(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl
     OUT = AFTER[0]
     OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     total = gl.convert_layout(gl.sum(total, 1), OF_ROWS)  # of four parts (`softmax.sums_of_parts`)
-    start = read(shared, "row", number % 2) + NUMBER * CONSUMER_ROWS
+    start = read(shared, "first", number % 2) + NUMBER * CONSUMER_ROWS
     batch = read(shared, "batch", number % 2)
     head = read(shared, "head", number % 2)
     if not PLAN.stored:
@@ -94,7 +94,7 @@ def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
     EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not apart(F.value_dim)
     WRITTEN: gl.constexpr = in_sixteens(WIDTH) if EXCHANGED else layout_of(WIDTH)
-    out_at, within = places(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, WRITTEN)
+    out_at, within = offsets(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
 
 
@@ -114,19 +114,19 @@ def in_sixteens(DIM):
 def loaded(OUT, start, batch, head, F: gl.constexpr):
     """Loads the partial outputs of 64 queries, from query `start` on, as accumulators (`sums`)."""
     sums = ()
-    for piece in gl.static_range(pieces(F.value_dim)):
+    for piece in gl.static_range(accumulators(F.value_dim)):
         sums += (_load(OUT, start, batch, head, first_of(F.value_dim, piece), width_of(F.value_dim, piece), F),)
     return sums
 
 
 @gluon.jit
 def _load(OUT, start, batch, head, FIRST: gl.constexpr, WIDTH: gl.constexpr, F: gl.constexpr):
-    out_at, within = places(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, layout_of(WIDTH))
+    out_at, within = offsets(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, layout_of(WIDTH))
     return gl.load(OUT + out_at, mask=within, other=0.0)
 
 
 @gluon.jit
-def places(
+def offsets(
     start, batch, head, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip

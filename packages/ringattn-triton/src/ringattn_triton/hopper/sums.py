@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accumulators of a consumer on Hopper: a tuple with one `[64, width]` for each piece of a head.
+"""Accumulators of a consumer on Hopper: a tuple of one or two `[64, width]`.
 
 In the forward pass they sum weighted values; in the backward pass of heads of more than 128, dk or dv
-(`wide_products`). A head whose size is a power of two has one piece. A head of 96 has two, of 64 and 32; a head of 192,
+(`wide_products`). A head whose size is a power of two has one. A head of 96 has two, of 64 and 32; a head of 192,
 of 128 and 64.
 """
 
@@ -18,7 +18,7 @@ from .softmax import unpacked
 
 
 @gluon.constexpr_function
-def pieces(dim):
+def accumulators(dim):
     """The number of accumulators for a head of `dim` dimensions, one or two: more would be too narrow to be fast."""
     return 2 if apart(dim) or product_count(dim) == 2 else 1
 
@@ -34,21 +34,21 @@ def width_of(dim, number):
     """How many dimensions, with padding, accumulator `number` of a head of `dim` dimensions has."""
     if apart(dim) and number == 1:
         return max(32, 1 << (dim - 128 - 1).bit_length())
-    return piece(dim, number)[1] if pieces(dim) == 2 else 1 << (dim - 1).bit_length()
+    return piece(dim, number)[1] if accumulators(dim) == 2 else 1 << (dim - 1).bit_length()
 
 
 @gluon.jit
 def no_sums(DIM: gl.constexpr):
     """New accumulators of zeros for a head of `DIM` dimensions."""
     sums = ()
-    for number in gl.static_range(pieces(DIM)):
+    for number in gl.static_range(accumulators(DIM)):
         sums += (gl.zeros([CONSUMER_ROWS, width_of(DIM, number)], gl.float32, layout_of(width_of(DIM, number))),)
     return sums
 
 
 @gluon.jit
 def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to add the weighted values of key tile number `last` to the accumulators, one product for each piece.
+    """Begins to add the weighted values of key tile number `last` to the accumulators, one product for each.
 
     If `there`, it first waits until the values have arrived in `place`. Otherwise no such tile exists, and it
     multiplies what lies in the place; the caller drops the result. Of two pieces that lie `apart`, the second has only
@@ -74,7 +74,7 @@ def with_product(sums, left, right, DIM: gl.constexpr):
     `left` is in registers, `packed` or not; `right` is a tile in shared memory.
     """
     found = ()
-    for number in gl.static_range(pieces(DIM)):
+    for number in gl.static_range(accumulators(DIM)):
         found += (_added(sums[number], left, right, first_of(DIM, number)),)
     return found
 

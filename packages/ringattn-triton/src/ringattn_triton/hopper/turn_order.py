@@ -16,8 +16,8 @@ from ..kernel_inputs import BlockConstants, power_of_two
 from .plans import PROGRAMS, BackwardPlan
 
 _TOGETHER: Final = 512
-"""Where turns do not wait for each other, as few key heads run side by side as have this many turns (key tiles) in all:
-their queries stay in the cache."""
+"""How many turns (key tiles) the key heads that run side by side have in all, where turns do not wait for each other:
+few enough for the cache to hold their queries."""
 _IN_CACHE: Final = 2**25
 """The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Up to this
 size, turns that go upwards take 0.93 to 0.98 of the time that they take downwards, at twice the size 1.03."""
@@ -39,18 +39,18 @@ class _Limits(NamedTuple):
     """The most key heads whose turns run side by side. With the value 64 for narrow heads, a batch of 8 rows of 2k
     tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads. With the value 8 for wide
     heads, the kernel takes 1.1 times as long under a mask."""
-    long: int
+    ratio_at_once: int
     """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns
     begins 1.5 steps after the one before, with wide heads more."""
-    steps: int
+    ratio_if_all: int
     """The least ratio of a turn's steps to the number of turns of its head that would run at once if all heads ran side
     by side. Below it, turns wait too long for each other. With the value 8, under a causal mask, a simulation of the
     waits gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long, and 2.2 times
     with wide heads."""
 
 
-_NARROW: Final = _Limits(together=16, long=16, steps=8)
-_WIDE: Final = _Limits(together=4, long=31, steps=2)
+_NARROW: Final = _Limits(together=16, ratio_at_once=16, ratio_if_all=8)
+_WIDE: Final = _Limits(together=4, ratio_at_once=31, ratio_if_all=2)
 
 
 def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tuple[BackwardPlan, int, int]:
@@ -84,7 +84,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
 def enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
     """Whether enough heads run at once for turns to wait seldom. (A turn waits only for turns of the same head.)"""
-    least = -(-(_WIDE if plan.wide else _NARROW).steps * PROGRAMS // _steps_of_all(constants, plan))
+    least = -(-(_WIDE if plan.wide else _NARROW).ratio_if_all * PROGRAMS // _steps_of_all(constants, plan))
     return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 
 
@@ -98,13 +98,13 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     the cache holds, but enough for every program to have a turn: with 2 heads of 192, not 4 (8k tokens), the backward
     pass takes 0.81 of the time (H100).
     """
-    most, long, _ = _WIDE if plan.wide else _NARROW
+    most, ratio, _ = _WIDE if plan.wide else _NARROW
     if constants.segments and not plan.wide:
         return most
     turns = _turns_of_head(constants, plan)
     if plan.wide and not (constants.above or constants.below or constants.segments or constants.masks):
         most = min(most, max(-(-PROGRAMS // turns), _heads_in_cache(constants)))
-    return min(most, max(2 * PROGRAMS // turns, long * PROGRAMS // _steps_of_all(constants, plan), 1))
+    return min(most, max(2 * PROGRAMS // turns, ratio * PROGRAMS // _steps_of_all(constants, plan), 1))
 
 
 def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:

@@ -24,7 +24,7 @@ from .backward_products import hand_over, in_register_order, write_gradient
 from .backward_scores import numbers_of, probabilities, tile_of
 from .hardware_barriers import arrive_at, arrive_at_constant, wait_at
 from .head_tiles import dims_of, layout_of, opaque_zero, place_of, product_of_heads
-from .sums import finished, first_of, no_sums, pieces, with_product
+from .sums import accumulators, finished, first_of, no_sums, with_product
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False)
         mbarrier.arrive(barrier(shared, "kv_empty", 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
-        for piece in gl.static_range(pieces(F.value_dim)):
+        for piece in gl.static_range(accumulators(F.value_dim)):
             write_gradient(
                 dv[piece], DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, first_of(F.value_dim, piece)
             )
@@ -83,7 +83,7 @@ def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
             dk = _step_of_dk(dk, shared, step, F, PLAN)
         mbarrier.arrive(barrier(shared, "kv_empty", 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
-        for piece in gl.static_range(pieces(F.head_dim)):
+        for piece in gl.static_range(accumulators(F.head_dim)):
             found = scaled(dk[piece], shared.ds, F)
             write_gradient(found, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, first_of(F.head_dim, piece))
         taken += 1
@@ -156,9 +156,9 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
         other = _piece_of_dq(shared, FIRST + 1)
     dk = with_product(dk, ds, place_of(shared.q, place), F.head_dim)
     if PIECES // 2 > 1:
-        dq, other = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq, other])
+        dq, other = warpgroup_mma_wait(accumulators(F.head_dim), deps=[dq, other])
     else:
-        dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
+        dq = warpgroup_mma_wait(accumulators(F.head_dim), deps=[dq])
     arrive_at("weights_empty", 0, PLAN)
     hand_over(dq, shared, step, 1, PLAN)
     dk = finished(dk)

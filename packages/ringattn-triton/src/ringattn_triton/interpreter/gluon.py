@@ -11,7 +11,7 @@ If all partitions wait for each other, an error says so.
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from .barriers import Barrier, Team, error
 from .language import current
 from .types import held, poison
 from .values import Pointer, Tensor, cast, constant, plain
+
+HARDWARE_BARRIERS: Final = 16
+"""How many hardware barriers a program has on NVIDIA GPUs."""
 
 
 class Shared:
@@ -286,6 +289,8 @@ def hardware_barrier(action: str, number: Any, threads: Any) -> None:
     If `action` is "sync", it then waits until `threads` threads have arrived in all; if "arrive", it goes on.
     """
     team = current.team
+    if not 0 <= _integer(number) < HARDWARE_BARRIERS:
+        raise error(f"names hardware barrier {_integer(number)}, and there are {HARDWARE_BARRIERS}, from 0 on")
     with team.changed:
         barrier = team.hardware.setdefault(_integer(number), Barrier())
         if not barrier.count:
