@@ -4,6 +4,7 @@
 import dataclasses
 import datetime
 import functools
+import math
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
@@ -212,8 +213,12 @@ def _exact(workload: Workload, part: str, mine: list[jax.Array] | None) -> list[
 
 
 def relative(got: jax.Array, want: jax.Array) -> float:
-    """The RMS difference over the RMS of `want`. Computed where the arrays are: some have half a billion numbers."""
-    return float(_relative(got, want))
+    """The RMS difference over the RMS of `want`; infinite where that is NaN, which no comparison would refuse.
+
+    Computed where the arrays are: some have half a billion numbers.
+    """
+    found = float(_relative(got, want))
+    return math.inf if math.isnan(found) else found
 
 
 @jax.jit

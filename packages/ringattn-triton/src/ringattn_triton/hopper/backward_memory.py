@@ -35,10 +35,10 @@ class BackwardMemory(NamedTuple):
     readers are done with the data.
 
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
-    `v` that of `k`: `BackwardPlan` has their first places. With the queries in place `i` of `q` come their lse and the
-    numbers of `PLAN.of_queries`, each in place `i` of those that `rows` has for it (`first_place`), and the bias in
-    place `i` of `bias`; with a place of `dout` comes -delta. If `PLAN.subtracting`, lse and -delta lie in `parts`
-    instead, first the places of lse, with 16 numbers to a query (`backward_kernel._tiles_of_numbers`). `ds` is the
+    `v` that of `k`: `BackwardPlan` has their first places. `rows` holds lse, -delta and each kind of number in
+    `PLAN.of_queries`; the places of a kind begin at `first_place`. Place `i` of -delta belongs to place `i` of `dout`.
+    Place `i` of any other kind, and of `bias`, belongs to place `i` of `q`. If `PLAN.subtracting`, lse and -delta lie
+    in `parts` instead, first lse, with 16 numbers to a query (`backward_kernel._tiles_of_numbers`). `ds` is the
     gradient of the scores, with keys as rows; in `wide_products` its place first holds the softmax weights. Each place
     of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk
     (`result_place`). Consumer `c` uses the places `2 i + c`.
