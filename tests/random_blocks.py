@@ -67,7 +67,7 @@ def seeing(
     words, bits_of_head = bits.of_masks(sees.masks, of_head, None if mask is None else jnp.asarray(mask), q, kv)
     return dataclasses.replace(
         block, first=sees.first, last=sees.last, bits=words, bits_of_head=bits_of_head, reach=reach,
-        monotone=sees.monotone,
+        monotone=natural and sees.monotone,
     )  # fmt: skip
 
 
