@@ -151,8 +151,8 @@ def test_a_cache_is_seen_within_ranges(kind: str) -> None:
     more = {} if kind == "decode" else {"send": kind}
     attend: Any = decode_attention if kind == "decode" else prefill_attention
     got = attend(q, k, v, lengths, kv_range=(first, last), mesh=mesh_of(sp=4), axis_name="sp", **more)
-    at = lengths[:, None] - tokens + jnp.arange(tokens)
-    mask = (first[..., None] <= INDEX) & (jnp.minimum(last, at)[..., None] >= INDEX)
+    at = lengths[:, None] - tokens + jnp.arange(tokens)[None]
+    mask = (first[..., None] <= INDEX[None, None]) & (jnp.minimum(last, at)[..., None] >= INDEX[None, None])
     close(got, ring_attention(q, k, v, attention_mask=mask[:, None]))
 
 
@@ -162,13 +162,13 @@ def test_spans_and_prefixes_see_both_ways_and_else_causally(traced: bool) -> Non
     make = jax.jit(MaskInfo.from_spans, static_argnums=1) if traced else MaskInfo.from_spans
     runs = np.cumsum(np.diff(ids, prepend=ids[:, :1]) != 0, 1)
     together = (runs[:, :, None] == runs[:, None]) & (ids >= 0)[:, :, None]
-    i, j = INDEX[:, None], INDEX
+    i, j = INDEX[:, None], INDEX[None]
     for window, causal in ((None, j <= i), (6, (j <= i) & (i - 6 <= j))):
         info = make(jnp.asarray(ids), window)
         wanted = ring_attention(*OPERANDS, attention_mask=jnp.asarray((together | causal)[:, None]))
         close(ring_attention(*OPERANDS, mask_info=info), wanted)
         close(ring_attention(*OPERANDS, mask_info=info, mesh=mesh_of(sp=4), axis_name="sp"), wanted)
-    lengths = jnp.asarray([7, 0])
+    lengths = np.array([7, 0])
     info = MaskInfo.from_prefixes(lengths, T)
     wanted = (j <= i) | (j < lengths[:, None, None]) & (i < lengths[:, None, None])
     close(ring_attention(*OPERANDS, mask_info=info), ring_attention(*OPERANDS, attention_mask=wanted[:, None]))
