@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
@@ -149,6 +150,39 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(beside, head_dim, 
     report = for_hopper(block(jnp.bfloat16, head_dim, **fields), fresh, monkeypatch)
     bound, reason = allowed("bfloat16", head_dim, f"{HOPPER}{beside}", 90)
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+
+
+@pytest.mark.parametrize(("dtype", "dim", "target"), [(jnp.bfloat16, 128, 90), (jnp.bfloat16, 64, 80)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_width_of_a_window_compiles_no_other_kernel(dtype, dim, target, fused):
+    """A width is in the arrays that kernels read. It may change a plan, but these two do not."""
+    calls = []
+    for window in (300, 301):
+        given = block(dtype, dim, causal=True, sliding_window=(window, 0), fused_backward=fused)
+        with compiling_for(target):
+            calls.append([call for call, _ in launches(traced(alone(given)).jaxpr.jaxpr)])
+    assert calls[0] == calls[1] and len(calls[0]) >= 4
+    assert ("ringattn_hopper_backward" in {call.name for call in calls[0]}) == (fused and target == 90)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_documents_as_ranges_have_the_plans_of_documents_as_segment_ids(dim, fused):
+    """The sizes of tiles, the order of turns, and how many run side by side."""
+    document = (np.arange(LENGTH, dtype=np.int32) // 300)[None]
+    as_ids = dict.fromkeys(("q_segments", "kv_segments"), document)
+    as_range = {"kv_range": (document[:, None] * 300, np.full((1, 1, LENGTH), LENGTH, np.int32))}
+    plans = []
+    for given in (as_ids, as_range):
+        given = alone(block(jnp.bfloat16, dim, causal=True, fused_backward=fused, **given))
+        with compiling_for(90):
+            calls = [call for call, _ in launches(traced(given).jaxpr.jaxpr)]
+        plans.append([(call.name, call.grid, call.warps, call.stages) for call in calls])
+        for call in calls:  # the arrays that a kernel reads are in `F`, and in `of_queries` of a plan
+            for name, value in call.constants:
+                value = dataclasses.replace(value, of_queries=()) if hasattr(value, "of_queries") else value
+                plans[-1] += [] if name == "F" else [(name, value)]
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
