@@ -82,12 +82,19 @@ OPTIONS: dict[str, Any] = {
     "dense mask": lambda t, s: {"mask": dense_mask(2, 1, t, s)},
     "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
     "positions": lambda t, s: {
-        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
+        "causal": True, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
     },
     "range": lambda t, s: {"kv_range": ranges(1, 1, t)},
     "ranges of rows": lambda t, s: {"kv_range": ranges(2, 1, t), "causal": True, "sliding_window": (90, None)},
     "ranges of heads": lambda t, s: {"kv_range": ranges(2, 4, t)},
     "ranges of heads of all rows": lambda t, s: {"kv_range": ranges(1, 4, t), "causal": True},
+    "ranges of heads in segments": lambda t, s: {
+        "kv_range": ranges(2, 4, t), "q_segments": ids(2, t), "kv_segments": ids(2, s),
+    },
+    "ranges of heads in segments with dropout": lambda t, s: {
+        "kv_range": ranges(2, 4, t), "q_segments": ids(2, t), "kv_segments": ids(2, s),
+        "dropout_prob": 0.3, "seed": SEEDS,
+    },
     "documents as ranges": lambda t, s: {"kv_range": documents(2, t), "causal": True},
     "mask of the algebra": lambda t, s: {"masks": (Causal() | Prefix(9),)},
     "masks of heads": _masks,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
-from given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block
+from given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block, ranges
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.contract.tiles import Tiles
@@ -49,7 +49,7 @@ def alone(block):
 def everything(dtype, head_dim):
     """A block of a ragged length whose scores depend on all that they can depend on."""
     length = LENGTH - 24
-    rule = {"causal": True, "sliding_window": (300, 20), "logits_soft_cap": 30.0, "increasing": False}
+    rule = {"causal": True, "sliding_window": (300, 20), "logits_soft_cap": 30.0}
     rule |= {"masks": (Local(100, 100),), "mask_of_head": (0,) * HEADS, "dropout_prob": 0.1, "seed": SEEDS[:1]}
     segments = dict.fromkeys(("q_segments", "kv_segments"), ids(1, length))
     scores = {"bias": half_bias(1, HEADS, length, length), "slopes": SLOPES, "mask": dense_mask(1, 1, length, length)}
@@ -127,6 +127,8 @@ def for_hopper(block, fresh, monkeypatch):
 
 
 RAGGED = {"length": LENGTH - 24, "causal": True, "sliding_window": (300, 0)}
+BY_HEAD = {"kv_range": ranges(1, HEADS, LENGTH - 24)}
+BY_HEAD |= dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH - 24))
 DROPPED, SLOPED = ({"causal": True, "dropout_prob": 0.1, "seed": SEEDS[:1]}, {"causal": True, "slopes": SLOPES})
 CAPPED = {"logits_soft_cap": 30.0}
 OF_HOPPER = [
@@ -135,6 +137,7 @@ OF_HOPPER = [
     ("", 128, {"causal": True}, False),
     # A kernel with masks has the loop of a kernel without masks, and one more.
     *(("", dim, RAGGED, False) for dim in (64, 128, 192, 256)),
+    *(("", dim, RAGGED | BY_HEAD, False) for dim in (64, 128, 192, 256)),
     (" with a soft cap", 128, RAGGED | CAPPED, False),
     (" with a bias", 128, {"causal": True, "bias": half_bias(1, 1, LENGTH, LENGTH)}, True),
     (" with a bias", 128, {"length": LENGTH - 24, "causal": True, "bias": half_bias(1, 1, *[LENGTH - 24] * 2)}, False),
@@ -188,7 +191,7 @@ def test_documents_as_ranges_have_the_plans_of_documents_as_segment_ids(dim, fus
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatch):
     length = LENGTH - 24
-    given = {"causal": True, "chunk_size": 300, "logits_soft_cap": soft_cap, "increasing": False, "padded": True}
+    given = {"causal": True, "chunk_size": 300, "logits_soft_cap": soft_cap, "padded": True}
     given |= {"masks": (Local(100, 100), Local(100, 50)), "mask_of_head": (0, 1) * (HEADS // 2)}
     given |= dict.fromkeys(("q_segments", "kv_segments"), ids(1, length))
     given |= {"mask": dense_mask(1, HEADS, length, length)}

@@ -184,7 +184,7 @@ def test_dropout_and_slopes_go_with_a_soft_cap(added: dict[str, Any]) -> None:
 
 def test_slopes_are_exact_far_from_position_zero() -> None:
     block = half("slopes", 128)
-    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions")}
+    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions", "last")}
     near("out", computed(dataclasses.replace(block, **far)).out, check(block, "slopes").out, 0)
 
 

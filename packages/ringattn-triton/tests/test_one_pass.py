@@ -27,7 +27,8 @@ from test_interpreter import interpret
 HALF = jnp.bfloat16
 OPTIONS = (
     "plain", "causal", "window", "causal segments", "padding", "positions", "range", "ranges of rows",
-    "ranges of heads", "ranges of heads of all rows", "documents as ranges", "soft cap", "slopes", "slopes of rows",
+    "ranges of heads", "ranges of heads of all rows", "ranges of heads in segments",
+    "ranges of heads in segments with dropout", "documents as ranges", "soft cap", "slopes", "slopes of rows",
     "dropout", "masks of heads", "dense mask", "negative scale",
 )  # fmt: skip
 # Programs add to dq in order, or by atomic adds in any order, whatever the scores depend on.
@@ -259,6 +260,9 @@ COMPILED = [
     *((96, option, True) for option in (*MASKS, "dropout")),
     *((dim, option, True) for dim in (192, 256) for option in MASKS),
     *((dim, "causal", False) for dim in (64, 128, 192, 256)),
+    # The most numbers that a step reads of each query.
+    *((dim, "ranges of heads in segments", True) for dim in (64, 96, 128, 192, 256)),
+    *((dim, "ranges of heads in segments with dropout", True) for dim in (64, 128)),
 ]
 
 
@@ -432,8 +436,9 @@ def within_budget(block: Block, beside: str) -> dict[str, Report]:
 
 @pytest.mark.parametrize(("dim", "option", "ordered"), COMPILED)
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
-    length = 1000 if option == "causal segments" else 1024
+    length = 1000 if "segments" in option else 1024
     block = with_option(option, length, length, dim=dim, dtype=HALF, final=True)
     block = dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=not ordered))
-    found = within_budget(block, {"plain": "", "dropout": " with dropout"}.get(option, " with masks"))
+    beside = " with dropout" if "dropout" in option else "" if option == "plain" else " with masks"
+    found = within_budget(block, beside)
     assert found["ringattn_hopper_finish_dq"].spilled == 0
