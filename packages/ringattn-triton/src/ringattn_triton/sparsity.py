@@ -11,10 +11,12 @@ from ringattn_core.contract.protocol import Block
 def scattered(block: Block) -> bool:
     """Whether a tile may visit few tiles of the other side, and tiles of one head may visit very different numbers.
 
-    So it is with documents: with segment ids, and where the first position that a query sees is the caller's. It is not
-    under a window or chunks, where each tile visits about as many tiles as the next.
+    So it is with documents: with segment ids, or under a causal mask where the caller says which position a query sees
+    first. It is not under a window or chunks, where each tile visits about as many tiles as the next. Ranges of a call
+    that is not causal may be prefixes or spans of images, which visit about the tiles of a causal mask.
     """
-    of_caller = block.first is not None and block.reach.left is None and block.reach.chunk is None
+    bounded = block.reach.left is not None or block.reach.chunk is not None
+    of_caller = block.first is not None and block.reach.causal and not bounded
     return block.q_segments is not None or of_caller
 
 
