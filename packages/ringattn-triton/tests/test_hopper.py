@@ -48,7 +48,7 @@ CASES = [(option, 128) for option in OPTIONS if option not in LEFT_OUT] + [
 @pytest.fixture(autouse=True)
 def short_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be slow on a device is right all the same, and a test cannot have long blocks."""
-    monkeypatch.setattr(family, "_too_little", lambda constants: False)
+    monkeypatch.setattr(family, "_too_little", lambda *_: False)
 
 
 def launched(program: Any) -> list[str]:
@@ -184,7 +184,7 @@ def test_dropout_and_slopes_go_with_a_soft_cap(added: dict[str, Any]) -> None:
 
 def test_slopes_are_exact_far_from_position_zero() -> None:
     block = half("slopes", 128)
-    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions")}
+    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions", "last")}
     near("out", computed(dataclasses.replace(block, **far)).out, check(block, "slopes").out, 0)
 
 
@@ -400,7 +400,7 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
 
     With 640 keys some turns have three and more tiles without a mask: those store the results of the turn before.
     """
-    monkeypatch.setattr(family, "_too_little", lambda constants: False)
+    monkeypatch.setattr(family, "_too_little", lambda *_: False)
     monkeypatch.setattr(plans, "PROGRAMS", 1)
     block = make_block(2, q_length, kv_length, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=causal)
     got = computed(dataclasses.replace(block, final=True))

@@ -27,7 +27,7 @@ class ForwardPlan:
     `stages`: places for key tiles. `ordered`: consumers begin their products one after another. `masked`: some tiles
     may need a mask. `fresh`: there is no partial result to continue. `bounded`: half of the soft cap, not the row
     maximum, is subtracted from scores. `stored`: the producer writes outputs by TMA, from shared memory; otherwise the
-    consumers do, from registers.
+    consumers do, from registers. `one_sided`: scores depend on distances, and no query sees a key after itself.
     """
 
     consumers: int
@@ -45,6 +45,7 @@ class ForwardPlan:
     fresh: bool = False
     bounded: bool = False
     stored: bool = False
+    one_sided: bool = False
 
     @property
     def q_tile(self) -> int:
@@ -78,9 +79,10 @@ class BackwardPlan:
     but the heads that run last take the turns of their last keys first. `interleaved` (`backward_turns.take_turn`):
     short turns of some heads are taken between the long turns of the next. `abreast`: how many neighbouring key tiles
     of a head begin together. `of_queries`: which numbers a step reads of each query besides lse and delta: "distance"
-    from the first query of the tile, "position", "segment". `subtracting`: the tensor cores subtract lse and delta
-    (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared memory. `strip_rows`: a launch
-    computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no ds.
+    from the first query of the tile, the "first" and "last" position that it sees, "segment". `subtracting`: the tensor
+    cores subtract lse and delta (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared
+    memory. `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and
+    stores no ds.
     """
 
     q_tile: int

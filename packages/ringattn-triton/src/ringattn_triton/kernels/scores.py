@@ -18,10 +18,11 @@ BIAS_FORBIDS: tl.constexpr = tl.constexpr(protocol.BIAS_FORBIDS)
 class Head(NamedTuple):
     """What a kernel needs of one query head of one batch row; a field is 0 where the call does not use its option.
 
-    `bias` and `mask_words` point to the head's bias and packed mask, `slope` is its ALiBi slope, and `dropout_key` its
-    Philox key.
+    `number` is the head's number in the block. `bias` and `mask_words` point to its bias and packed mask, `slope` is
+    its ALiBi slope, and `dropout_key` its Philox key.
     """
 
+    number: Any
     bias: Any
     slope: Any
     mask_words: Any
@@ -48,7 +49,7 @@ def of_head(P, batch, head, F: tl.constexpr):
         mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
     if F.dropout:
         dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))
-    return Head(bias, slope, mask_words, dropout_key)
+    return Head(head, bias, slope, mask_words, dropout_key)
 
 
 @triton.jit

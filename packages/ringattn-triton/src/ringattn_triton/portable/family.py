@@ -27,9 +27,9 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     """Continues the online softmax from `partial` (`None`: from nothing) with the keys of `block`."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
-    schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
+    schedule = schedules.forward(block, constants, target)
     q_tile, heads = schedule.q_tile // schedule.sharing, block.q.shape[2] // schedule.sharing
-    table = visited_tiles.table(inputs, block, q_tile, schedule.kv_tile, heads=heads)
+    table = visited_tiles.table(block, q_tile, schedule.kv_tile, heads=heads)
     before = before_of(block, partial)
     arrays = [*inputs.in_tiles(q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
     found = launch(

@@ -35,11 +35,11 @@ def forward(
     Q_RAGGED: tl.constexpr = F.q_length % (Q_TILE // SHARING) != 0
     rows = own * Q_TILE + tl.arange(0, Q_TILE)
     if SHARING == 1:
-        queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+        queries = of_queries(P, batch, head_number, own * Q_TILE, F, Q_TILE, False)
     else:
         head_number += rows % SHARING
         rows = rows // SHARING
-        queries = of_rows(P, batch, rows, 0, F, Q_RAGGED, False)
+        queries = of_rows(P, batch, 0, rows, 0, F, Q_RAGGED, False)
 
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
