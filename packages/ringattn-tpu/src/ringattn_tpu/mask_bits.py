@@ -33,7 +33,7 @@ def laid_out(words: UInt32[Array, "b m T W"], by_keys: bool, tile: int) -> Int32
 
 def _along_queries(words: UInt32[Array, "b m T W"]) -> UInt32[Array, "b m rows S"]:
     """Transposes each square of 32 queries by 32 keys. XLA fuses this to one loop, which stores no single bits."""
-    place = jnp.arange(WORD, dtype=jnp.uint32)
-    squares = words.reshape(*words.shape[:2], -1, WORD, words.shape[3], 1)
-    squares = ((squares >> place) & 1) << place[:, None, None]
-    return squares.sum(3, dtype=jnp.uint32).reshape(*words.shape[:2], -1, words.shape[3] * WORD)
+    shape = (*words.shape[:2], words.shape[2] // WORD, WORD, words.shape[3], WORD)
+    query, key = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (3, 5))
+    bits_of_keys = (words.reshape(*shape[:-1], 1) >> key) & 1
+    return (bits_of_keys << query).sum(3, dtype=jnp.uint32).reshape(*shape[:3], -1)
