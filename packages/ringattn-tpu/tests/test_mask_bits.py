@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from random_blocks import random_mask as dense_mask
 from ringattn_core import masks, ring_attention
 from ringattn_core.contract.bits import WORD, unpacked
 from ringattn_tpu import mask_bits

@@ -178,7 +178,7 @@ def _pallas(
 
     tables = arrays[: len(arrays) - len(inputs)]
     given = dict(zip(inputs, arrays[len(tables) :], strict=True))
-    order = sorted(given)  # the order of a dict's leaves
+    places = {name: len(tables) + n for n, name in enumerate(sorted(given))}  # the leaves of a dict are sorted
     varying = jax.typeof(tables[0]).manual_axis_type
     shapes = {
         name: jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varying)
@@ -194,7 +194,7 @@ def _pallas(
             scratch_shapes=[dict(scratch)],
         ),
         out_shape=shapes,
-        input_output_aliases={len(tables) + order.index(name): sorted(shapes).index(name) for name in shapes if name in given},
+        input_output_aliases={places[name]: number for number, name in enumerate(sorted(shapes)) if name in given},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
