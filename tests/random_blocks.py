@@ -49,10 +49,10 @@ def make_block(
     plain = (bool, tuple, type(None), Reach)
     given = {name: x if isinstance(x, plain) else jnp.asarray(x) for name, x in given.items()}
     block = Block(q=q, rule=rule, **given)
-    return _seeing(block, **{name: x for name, x in fields.items() if name in _SEEN})
+    return seeing(block, **{name: x for name, x in fields.items() if name in _SEEN})
 
 
-def _seeing(
+def seeing(
     block: Block, causal: bool = False, sliding_window: Any = None, chunk_size: int | None = None, kv_range: Any = None,
     masks: tuple[Mask, ...] = (), mask_of_head: tuple[int, ...] = (), mask: Any = None,
 ) -> Block:  # fmt: skip
@@ -67,7 +67,7 @@ def _seeing(
     words, bits_of_head = bits.of_masks(sees.masks, of_head, None if mask is None else jnp.asarray(mask), q, kv)
     return dataclasses.replace(
         block, first=sees.first, last=sees.last, bits=words, bits_of_head=bits_of_head, reach=reach,
-        monotone=sees.monotone,
+        monotone=natural and sees.monotone,
     )  # fmt: skip
 
 

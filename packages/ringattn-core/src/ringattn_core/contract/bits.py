@@ -44,7 +44,7 @@ def of_masks(
 
 def unpacked(words: UInt32[Array, "*rows W"], length: int) -> Bool[Array, "*rows S"]:
     """The bits of the first `length` keys as booleans."""
-    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
+    bits = (words[..., None] >> _places(words.ndim)) & jnp.uint32(1)
     return bits.reshape(*words.shape[:-1], -1)[..., :length] != 0
 
 
@@ -82,8 +82,13 @@ def _of_mask(mask: Mask, q: Coordinates, kv: Coordinates) -> UInt32[Array, "b T 
 
 def packed(seen: Bool[Array, "*rows S"]) -> UInt32[Array, "*rows W"]:
     """Packs booleans along their last axis. XLA sums the bits while it reads the booleans, without a copy of them."""
-    bits = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
+    bits = jnp.uint32(1) << _places(seen.ndim)
     return jnp.where(_by_word(seen, "constant"), bits, jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
+
+
+def _places(before: int) -> UInt32[Array, "..."]:
+    """The numbers of the bits of a word along the last axis, after so many axes of length 1."""
+    return jnp.arange(WORD, dtype=jnp.uint32).reshape(*[1] * before, WORD)
 
 
 def _by_word(x: Any, mode: str) -> jax.Array:

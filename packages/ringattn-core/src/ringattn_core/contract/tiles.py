@@ -111,9 +111,9 @@ def _of_segments(
 
 def _of_bits(words: jax.Array, keys: int, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
     """`(some, full)`: any bit in any set of words; all bits in all sets. Bits past the last key do not count."""
-    counted = packed(jnp.arange(words.shape[3] * WORD) < keys)
+    counted = packed(jnp.arange(words.shape[3] * WORD).reshape(1, 1, 1, -1) < keys)
     if kv_tile < WORD and keys > kv_tile:  # several tiles have a word: give each a word of its own
-        starts = jnp.arange(0, WORD, kv_tile, dtype=jnp.uint32)
+        starts = jnp.arange(0, WORD, kv_tile, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1)
         part = jnp.uint32(2**kv_tile - 1)
         words, counted = (((x[..., None] >> starts) & part).reshape(*x.shape[:-1], -1) for x in (words, counted))
         words, counted = words[..., : keys // kv_tile], counted[..., : keys // kv_tile]

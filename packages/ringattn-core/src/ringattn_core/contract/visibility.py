@@ -17,7 +17,7 @@ class Intervals(NamedTuple):
     """The first and the last key position that each query sees, and what intervals cannot say.
 
     `first` and `last` are as in `Block`. `masks` are the masks of the call that are no intervals, which become bits.
-    `monotone`: neither end decreases from query to query, if positions increase.
+    `monotone`: neither end decreases where positions do not.
     """
 
     first: Int32[Array, "b n T"] | None
@@ -37,11 +37,11 @@ def intervals(
     seen = Interval(*(x if x is None else x[:, None] for x in reach.bounds(q.positions))) & kv_range
     found = [mask.interval(q, natural) for mask in built.masks]
     ends = [x for x in found if x is not None]
-    if found and len(ends) == len(found):
-        seen &= _of_heads(ends, jnp.asarray(built.of_head, jnp.int32)[head_index], q)
-    own = kv_range.first is None and kv_range.last is None
-    monotone = natural and own and all(mask.monotone and mask.contains_own for mask in built.masks)
     left = built.masks if len(ends) < len(found) else ()
+    if ends and not left:
+        seen &= _of_heads(ends, jnp.asarray(built.of_head, jnp.int32)[head_index], q)
+    known = kv_range.first is None and kv_range.last is None
+    monotone = known and (bool(left) or all(mask.monotone and mask.contains_own for mask in built.masks))
     return Intervals(*_without_empty(seen), left, monotone)
 
 

@@ -110,7 +110,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
         reach=call.reach,
-        monotone=queries.sees.monotone,
+        monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
         keys_from=(call.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
 

@@ -42,12 +42,13 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     ring = ring_of(kernel, everyone)
     ring, here = align((ring, everyone), axes_of(ring, everyone))
     keys_alone = dataclasses.replace(here, kv_positions=None)
-    own = block_of(ring, keys_alone, queries_of(ring, here), KV((here.key, here.value)), ring.rank)
+    queries = queries_of(ring, here)
+    own = block_of(ring, keys_alone, queries, KV((here.key, here.value)), ring.rank)
     if here.kv_positions is not None:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
-    elif not sharded and here.kv_first is None:
+    elif not sharded:
         # Queries are consecutive tokens, although they have `q_positions`, which could come in any order.
-        own = dataclasses.replace(own, monotone=True)
+        own = dataclasses.replace(own, monotone=queries.sees.monotone)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
     asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
