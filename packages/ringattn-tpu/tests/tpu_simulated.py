@@ -22,14 +22,15 @@ from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
 from ringattn_tpu.steps import steps
 from ringattn_xla.block import KERNEL as REFERENCE
-from tpu_blocks import make_block
+from tpu_blocks import make_block, ranges
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "nothing visible": {"causal": True, "offset": 512},
     "documents that differ by row": {"batch": 2, "documents": True, "kv_heads": 1},
     "slopes, in two passes": {"causal": True, "slopes": True},
     "bias that all share": {"batch": 2, "bias": (1, 1, 1)},
-    "dense mask and dropout": {"mask": True, "dropout_prob": 0.2},
+    "bits of heads and dropout": {"mask": True, "dropout_prob": 0.2},
+    "ranges of heads": {"kv_range": True},
 }
 FAULTS: Final = ("none", "a copy is read before it is there", "two heads write one place")
 
@@ -67,6 +68,8 @@ def _case(name: str) -> dict[str, Any]:
         options["slopes"] = np.float32([[0.5, 0.1]])
     if "bias" in options:
         options["bias"] = np.random.default_rng(5).normal(size=(*options["bias"], length)).astype(np.float32)
+    if options.pop("kv_range", False):
+        options["kv_range"] = ranges(batch, heads, length, length)
     if options.pop("mask", False):
         options |= {"mask": dense_mask(1, heads, length, length), "seed": np.uint32([3])}
     options["kv_positions"] = np.arange(length, dtype=np.int32)[None] + options.pop("offset", 0)
