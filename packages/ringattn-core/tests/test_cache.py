@@ -82,7 +82,7 @@ class TestDecoding:
 
         class Kernel:
             def forward(self, block: Any, partial: Any) -> Any:
-                assert block.rule.increasing  # so that it needs no list of the tiles to visit
+                assert block.monotone  # so that it needs no list of the tiles to visit
                 rows.append((block.q.shape, block.k.shape))
                 return XLA.forward(block, partial)
 

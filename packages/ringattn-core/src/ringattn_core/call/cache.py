@@ -49,6 +49,7 @@ def decode_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: arrays.PerHead | None = None,
     kv_positions: arrays.KeyPositions | None = None,
+    kv_range: tuple[Any, Any] | None = None,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -82,6 +83,7 @@ def decode_attention(
         kv_positions: The position of the token in each entry of a rolling cache, `[S]` or `[B, S]`, split like the
             cache; a negative position marks an empty entry. `lengths` then count every token of a row, including tokens
             that newer ones have overwritten. By default entry `i` of the sequence holds token `i`.
+        kv_range: The first and the last position that each query sees, as in `ring_attention`; still none after itself.
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
@@ -111,6 +113,7 @@ def prefill_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: arrays.PerHead | None = None,
     kv_positions: arrays.KeyPositions | None = None,
+    kv_range: tuple[Any, Any] | None = None,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -144,6 +147,7 @@ def prefill_attention(
         lengths: How many tokens each row of the cache holds, the chunk included: `[B]`, or one integer.
         softmax_aux: Attention sinks, as in `ring_attention`.
         kv_positions: As in `decode_attention`. The cache must still hold what the first query of the chunk sees.
+        kv_range: The first and the last position that each query sees, as in `ring_attention`; still none after itself.
         send: "keys", "queries" or "auto".
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.

@@ -74,6 +74,34 @@ def positions(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     return array(argument, x, sizes, POSITION)
 
 
+def key_range(argument: str, x: Any, sizes: Sizes) -> tuple[jax.Array, jax.Array] | None:
+    """Checks the first and the last position that each query sees; returns both as int32 `[b, n, T]`.
+
+    An end is a number, or an array of one, two or three axes: `[T]`, `[b, T]` or `[b, n, T]`.
+    """
+    if x is None:
+        return None
+    ends = tuple(x) if isinstance(x, (tuple, list)) else ()
+    if len(ends) != 2 or ends[0] is None or ends[1] is None:
+        got = "lacks an end" if len(ends) == 2 else f"got {len(ends)} ends" if ends else f"got {type(x).__name__}"
+        remedy = f"Pass (first, last): the least int32, {INT32[0]}, and the largest, {INT32[1]}, bound nothing"
+        raise InputError(argument, got, remedy)
+    first, last = jnp.broadcast_arrays(*(_end_of_range(argument, end, sizes) for end in ends))
+    return first, last
+
+
+def _end_of_range(argument: str, x: Any, sizes: Sizes) -> jax.Array:
+    found = as_int32(argument, x)
+    if found.ndim == 0:
+        return jnp.broadcast_to(found, (1, 1, sizes.of["T"]))
+    rows, *of_heads = (1, *found.shape[:-1]) if found.ndim == 1 else found.shape[:-1]
+    whole = found.reshape(rows, *(of_heads or (1,)), found.shape[-1])
+    if whole.ndim != 3 or not arrays.fits(arrays.KeyRange, whole.shape, sizes.of):
+        shapes = "({T},), (1|{B}, {T}) or (1|{B}, 1|{N}, {T})".format(**sizes.of)
+        raise InputError(argument, f"has an end of shape {found.shape}", f"It needs a number, or {shapes}")
+    return whole
+
+
 def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     """Checks an offset, one integer or one for each batch row: no query may get a position of 2^30 or beyond."""
     least, most, _ = POSITION

@@ -33,8 +33,9 @@ def answer(registration: Registration, call: Call) -> Any:
     call = call if call.check is None else call.check(call)
     call = dataclasses.replace(call, strategy=strategy_of(registration, call))
     if backend.kernel is None:
-        for name in ("balance", "return_max_logits"):
-            if asked := getattr(call, name):
+        of_blocks = {"balance": call.balance, "return_max_logits": call.return_max_logits}
+        for name, asked in (of_blocks | {"kv_range": call.kv_first is not None}).items():
+            if asked:
                 fact = f"{asked!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
                 raise InputError(name, fact, "Leave it out, or pass another backend")
         result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))

@@ -47,6 +47,7 @@ OPTIONS: Final = (
     Option("attention_mask", feature=Feature.ATTENTION_MASK),
     Option("q_positions", checks.positions, Feature.POSITIONS),
     Option("kv_positions", checks.positions),
+    Option("kv_range", checks.key_range, Feature.KEY_RANGE),
     Option("query_offset", checks.query_offset, Feature.POSITIONS),
     Option("alibi_slopes", checks.float32_array, Feature.ALIBI),
     Option("dropout_prob", checks.probability, Feature.DROPOUT),
@@ -75,7 +76,9 @@ def needs(call: Call) -> frozenset[Feature]:
         Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1] or gathers,
     }
     found = {Feature[call.query.dtype.name.upper()], *(feature for feature, asked in of_operands.items() if asked)}
-    found |= {row.feature for row in OPTIONS if row.feature is not None and not is_off(getattr(call, row.name))}
+    used = {row.name for row in OPTIONS if row.name != "kv_range" and not is_off(getattr(call, row.name))}
+    used |= {"kv_range"} if call.kv_first is not None else set()
+    found |= {row.feature for row in OPTIONS if row.feature is not None and row.name in used}
     layout = call.balance or call.layout
     return frozenset(found | ({_LAYOUTS[layout]} if layout in _LAYOUTS else set()))
 

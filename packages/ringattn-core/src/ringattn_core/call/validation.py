@@ -11,7 +11,6 @@ import numpy as np
 
 from ..backends.discovery import tool
 from ..contract.call import Call
-from ..contract.visibility import bounds
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement import layout as layouts
@@ -64,6 +63,8 @@ def fitted(
         )
     if not dropout:
         options["dropout_seed"] = None
+    if (kv_range := options.pop("kv_range", None)) is not None:
+        options["kv_first"], options["kv_last"] = kv_range
     call = Call(query=q, key=k, value=v, **options)
     _refuse_broken_promise(call, sizes.lengths)
     if call.balance is not None and call.layout != "contiguous":
@@ -170,11 +171,11 @@ def _refuse_broken_promise(call: Call, lengths: tuple[int, int]) -> None:
 
     Queries after the last key are left out, as if there were none.
     """
-    forbid = ("q_segment_ids", "q_positions", "kv_positions", "query_offset", "attention_mask", "mask_builder", "bias")
-    if call.max_distance is None or any(getattr(call, name) is not None for name in forbid):
+    hidden = any(name in call.arrays for name in ("q_segment_ids", "kv_first", "attention_mask", "bias"))
+    if call.max_distance is None or hidden or call.mask_builder is not None or not call.natural:
         return
     last, positions = lengths[1] - 1, np.arange(min(lengths), dtype=np.int32)
-    low, high = bounds(call.rule, positions)
+    low, high = call.reach.bounds(positions)
     left = positions - (0 if low is None else low.clip(min=0))
     right = (last if high is None else high.clip(max=last)) - positions
     for side, promised, sees in zip(("left", "right"), call.max_distance, (left.max(), right.max()), strict=True):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
+from ..masks import Interval, Reach
 from ..masks.builder import Built
 from ..placement import arrays
 from .expansion import Expansion
@@ -54,6 +55,8 @@ class Call:
     attention_mask: arrays.DenseMask | None = None
     q_positions: arrays.QueryPositions | None = None
     kv_positions: arrays.KeyPositions | None = None
+    kv_first: arrays.KeyRange | None = None
+    kv_last: arrays.KeyRange | None = None
     query_offset: arrays.QueryOffset | None = None
     alibi_slopes: arrays.PerHead | None = None
     dropout_prob: float = 0.0
@@ -133,22 +136,16 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function (`RingKernel`)."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, *INTERNAL)}
+        left_out = (*OF_CORE, *INTERNAL, "kv_first", "kv_last")
+        return {name: getattr(self, name) for name in names if name not in left_out}
 
     @property
     def rule(self) -> Rule:
-        """The static part of the call, which every `Block` of the call has."""
-        built = self.mask_builder or Built((), ())
+        """What one score of the call is; every `Block` of the call has it."""
         return Rule(
             softmax_scale=self.softmax_scale,
-            causal=self.causal,
-            sliding_window=self.sliding_window,
-            chunk_size=self.chunk_size,
             logits_soft_cap=self.logits_soft_cap,
             dropout_prob=self.dropout_prob,
-            masks=built.masks,
-            mask_of_head=built.of_head,
-            increasing=self.q_positions is None and self.kv_positions is None,
             precision=self.precision,
             fused_backward=self.fused_backward,
             fwd_params=self.fwd_params,
@@ -157,18 +154,34 @@ class Call:
         )
 
     @property
-    def rule_of_hops(self) -> Rule:
-        """The rule by which a ring leaves out hops and rows of keys, on indices in the sequence in place of positions.
+    def built(self) -> Built:
+        """The masks that the `mask_builder` made for each head; none without a builder."""
+        return self.mask_builder or Built((), ())
 
-        `max_distance` bounds it like a window. Positions of the caller's own, or with a `query_offset`, say nothing
-        about indices; `max_distance` is then the only bound.
+    @property
+    def kv_range(self) -> Interval:
+        """The caller's own bounds of the key positions that each query sees."""
+        return Interval(self.kv_first, self.kv_last)
+
+    @property
+    def reach(self) -> Reach:
+        """What causality, window and chunk let a query see by position."""
+        return Reach(self.causal, *(self.sliding_window or (None, None)), self.chunk_size)
+
+    @property
+    def natural(self) -> bool:
+        """Whether positions are indices in the sequence, both of queries and of keys."""
+        return self.q_positions is None and self.kv_positions is None and self.query_offset is None
+
+    @property
+    def reach_of_hops(self) -> Reach:
+        """The reach by which a ring leaves out hops and rows of keys; it bounds indices in the sequence.
+
+        Positions of the caller's own, or with a `query_offset`, say nothing about indices; `max_distance` is then the
+        only bound.
         """
-        rule, distances = self.rule, self.max_distance or (None, None)
-        if self.query_offset is not None or not rule.increasing:
-            return Rule(1.0, sliding_window=distances)
-        sides = zip(distances, self.sliding_window or (None, None), strict=True)
-        left, right = (min((x for x in side if x is not None), default=None) for side in sides)
-        return dataclasses.replace(rule, sliding_window=(left, right))
+        promised = Reach(False, *(self.max_distance or (None, None)))
+        return promised & self.reach & self.built.reach if self.natural else promised
 
 
 def is_off(option: Any) -> bool:

@@ -59,10 +59,11 @@ class RingKernel(Protocol):
         max_distance: int | tuple[int | None, int | None] | None = None,
         balance: str | None = None,
         return_max_logits: bool = False,
+        kv_range: tuple[Any, Any] | None = None,
     ) -> Any: ...
 
 
-OF_CORE: Final = ("strategy", "max_distance", "balance", "return_max_logits")
+OF_CORE: Final = ("strategy", "max_distance", "balance", "return_max_logits", "kv_range")
 """Parameters that a backend's own ring function does not get. Core acts on them, or refuses what only a block kernel
 can do."""
 

@@ -16,7 +16,7 @@ from ..contract.protocol import Partial
 from ..contract.static_masks import wants_static_masks
 from ..placement.arrays import zero_padding
 from . import all_gather
-from .blocks import Ring, block_of
+from .blocks import Ring, block_of, queries_of
 from .forward import sinks_of
 from .plan import Hop, Level
 from .sends import KV, packed, sent, total
@@ -43,7 +43,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
     """
     raw = dout
     dout, delta = _dout_and_delta(call, result, dout, dlse)
-    kernel, own = batching.backward(ring.kernel), KV(call.travelling)
+    kernel, own, queries = batching.backward(ring.kernel), KV(call.travelling), queries_of(ring, call)
     travel = bool(ring.levels) or ring.all_gather
     # Gradients of these arrays are summed over ranks in float32 outside, so the kernel must not round them.
     summed_over_ranks = {*call.wide} - ({"bias"} if bias_fixed else set())
@@ -52,7 +52,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
 
     def one_block(kv: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
         owner = ordering.tie_on_cpu(owner, kv) if ring.levels else owner  # as in the forward pass
-        block = block_of(ring, call, kv, owner)
+        block = block_of(ring, call, queries, kv, owner)
         new = kernel(dataclasses.replace(block, **block_fields), dout, result.lse, delta, sums.dq)
         # Gradients take the form of the keys: a pair, or packed in one array.
         dkv = (new.dk, new.dv) if isinstance(kv.arrays, tuple) else packing.pack(new.dk, new.dv)

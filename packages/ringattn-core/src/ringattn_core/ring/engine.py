@@ -53,7 +53,7 @@ def ring_of(
         axis,
         query_shards=shards,
         key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if all_gather else shards,
-        levels=() if all_gather else levels(call.rule_of_hops, shards, lengths, axis, tuple(sizes)),
+        levels=() if all_gather else levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes)),
         rank=jnp.asarray(rank, jnp.int32),
         batch_index=_indices(call.batch_axis_name, call.query.shape[0]),
         head_index=_indices(call.head_axis_name, call.query.shape[2]),

@@ -17,7 +17,7 @@ from ..contract.call import Call
 from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import all_gather
-from .blocks import Ring, block_of
+from .blocks import Ring, block_of, queries_of
 from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
 from .sends import KV, packed, sent
@@ -32,14 +32,14 @@ def forward(ring: Ring, call: Call) -> Partial:
 
     `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`).
     """
-    kernel, own = batching.forward(ring.kernel), KV(call.travelling)
+    kernel, own, queries = batching.forward(ring.kernel), KV(call.travelling), queries_of(ring, call)
 
     def one_block(kv: KV, owner: Any, partial: Partial | None) -> Partial:
         if call.expand is not None:
             kv = dataclasses.replace(kv, arrays=call.expand(kv.arrays, call.expand_params))
         # Without this, XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
         owner = ordering.tie_on_cpu(owner, partial and partial.lse)
-        block = block_of(ring, call, kv, owner)
+        block = block_of(ring, call, queries, kv, owner)
         # With an all-gather too: one block has all keys, so nothing continues its output.
         return kernel(dataclasses.replace(block, final=not ring.levels and call.softmax_aux is None), partial)
 

@@ -48,7 +48,7 @@ def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
     """
     if call.expand is not None or inner == 1 or call.key.shape[2] % inner:
         return False
-    rows = rows_seen(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    rows = rows_seen(call.reach_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
     return len(rows) == ranks and {*rows.values()} == {rows[0]}
 
 

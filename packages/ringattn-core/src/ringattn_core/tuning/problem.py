@@ -18,6 +18,7 @@ from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
 from ..contract.call import INTERNAL, Call, is_off
 from ..contract.signature import OF_CORE
+from ..masks import Reach
 from ..masks.builder import Built
 from ..placement.platforms import device_of, platform_of
 
@@ -65,6 +66,11 @@ class Problem:
     chunk_size: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     call: Call | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def reach(self) -> Reach:
+        """What causality, window and chunk let a query see by position."""
+        return Reach(self.causal, *(self.sliding_window or (None, None)), self.chunk_size)
 
     @property
     def told(self) -> dict[str, Any]:
