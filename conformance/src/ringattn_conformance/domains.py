@@ -22,7 +22,7 @@ OPTIONS: Final[dict[str, tuple[Any, ...]]] = _TABLE["options"]
 BESIDE: Final[dict[str, dict[str, tuple[Any, ...]]]] = _TABLE["beside"]
 """For an option: the further options that are drawn whenever a call has it, with their values."""
 NARROW: Final = (0, 1, (0, 1), (0, None), (None, 0))
-MASKS: Final = ("window", "chunk", "segments", "positions", "builder", "dense_mask")
+MASKS: Final = ("window", "chunk", "segments", "positions", "ranges", "builder", "dense_mask")
 MOST_MASKS: Final = 2
 FAR_APART: Final = ("soft_cap", "scale", "slopes")
 """Options that can put some scores far above the others."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int
 from ringattn_core import ring_attention
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract.call import ARRAYS
@@ -19,7 +20,7 @@ from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
 from . import oracle
-from .cases import KEYWORDS, OF_GRADIENTS, OPERANDS, Case, Inputs
+from .cases import KEYWORDS, OF_GRADIENTS, OPERANDS, Case, Inputs, keywords
 
 RING: Final = "ring"
 DATA: Final = "data"
@@ -29,6 +30,8 @@ KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
     "out": arrays.Output, "lse": arrays.LogSumExp, "max_logits": arrays.PerHead,
 }  # fmt: skip
 """The array type of every input and result of a call; the type names the axes by letters."""
+BOUNDS: Final = (Int[Array, ""], Int[Array, " T"], Int[Array, "b T"], Int[Array, "b n T"])
+"""The array types of one side of a `kv_range`, by the number of its axes."""
 WORKER: Final = "PYTEST_XDIST_WORKER"
 """Holds `gw0`, `gw1` and so on in workers of pytest-xdist."""
 Arrays = dict[str, jax.Array]
@@ -127,7 +130,7 @@ class Placed:
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The sharding of an array over the mesh; broadcast axes of length 1 are replicated."""
-        return ROLES.spec(KINDS[name], shape)
+        return ROLES.spec(BOUNDS[len(shape)] if name in ("first", "last") else KINDS[name], shape)
 
     def axis_of_tokens(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The axis that the ring splits; `None` if the ring splits no axis of this array."""
@@ -138,7 +141,7 @@ class Placed:
         """One rank's call of `ring_attention`; `more` overrides its keyword arguments."""
         placement, case = self.placement, self.case
         options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
-        options |= {KEYWORDS[name]: x for name, x in (operands | fixed).items()}
+        options |= keywords(operands | fixed)
         if placement.layout != "contiguous":
             options["layout"] = placement.layout
         if placement.strategy != "ring":

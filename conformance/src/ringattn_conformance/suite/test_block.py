@@ -20,7 +20,7 @@ from ringattn_core.ring import engine
 from ringattn_core.ring.sends import KV
 
 from ringattn_conformance import comparison, tiers
-from ringattn_conformance.cases import CASES, KEYWORDS, OPERANDS, Case
+from ringattn_conformance.cases import CASES, OPERANDS, Case, keywords
 from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import static_options
 
@@ -45,7 +45,7 @@ def _blocks(case: Case, shards: int) -> list[Block]:
     config = options.pop("cfg", RingAttentionConfig())
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
-    arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
+    arrays = keywords({name: jnp.asarray(x) for name, x in given.items() if x is not None})
     call = validated(**arrays, **options, ranks=1)
     ring = engine.ring_of(None, call, (0, 1))
     whole = ring_blocks.block_of(ring, call, KV(packing.pack(call.key, call.value)), 0)

@@ -12,7 +12,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
-from ringattn_conformance.cases import ENTRIES, KEYWORDS, of_entry
+from ringattn_conformance.cases import ENTRIES, keywords, of_entry
 from ringattn_conformance.outcomes import agrees
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, static_options
 
@@ -47,7 +47,7 @@ def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
 def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> Arrays:
     """One rank's call of `prefill_attention` or `decode_attention`, which are always causal."""
     options = static_options(placed.case) | more
-    options |= {KEYWORDS[name]: x for name, x in arrays.items() if name not in ("q", "k", "v")}
+    options |= keywords({name: x for name, x in arrays.items() if name not in ("q", "k", "v")})
     del options["causal"]
     options |= {"axis_name": RING, "layout": placed.placement.layout, "backend": placed.backend}
     return placed.by_name(function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options))
