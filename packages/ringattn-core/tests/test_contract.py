@@ -125,10 +125,10 @@ def test_a_16_bit_result_is_refused_where_the_block_is_not_final():
         def forward(self, block: Any, partial: Partial | None) -> Partial:
             return super().forward(dataclasses.replace(block, final=True), partial)
 
-    q = jnp.ones((1, 8, 2, 4), jnp.bfloat16)
+    q = jnp.ones((1, 16, 2, 4), jnp.bfloat16)
     error = pytest.raises(KernelError, match=r"returned out = bfloat16\[1, 8, 2, 4\]. Return float32\[1, 8, 2, 4\]")
     with discovery.registered(EVERYTHING, Narrow()), error:
-        ring_attention(q, q, q, jnp.zeros(2), backend="odd")
+        ring_attention(q, q, q, mesh=mesh_of(sp=2), axis_name="sp", backend="odd")
 
 
 def test_a_gradient_of_an_absent_input_is_dropped():
