@@ -109,13 +109,17 @@ def test_every_kernel_fits_its_target_spills_little_and_uses_the_matrix_units(dt
 
 
 def for_hopper(block, fresh, monkeypatch):
-    """A report on the kernel for Hopper: on a ring of one if `fresh`, else where it continues a partial result."""
+    """A report on the kernel for Hopper: on a ring of one if `fresh`, else where it continues a partial result.
+
+    If `fresh` is "sinks", the ring of one has sinks.
+    """
     monkeypatch.setattr(family, "_too_little", lambda *_: False)
     jax.clear_caches()  # what another test traced has another kernel
     batch, length, heads, dim = block.q.shape
     lse = shape(batch, heads, length, dtype=jnp.float32)
     out = shape(batch, length, heads, dim, dtype=jnp.float32)
-    partial = None if fresh else Partial(out, lse, lse if block.rule.return_max_logits else None)
+    partial = Partial(None if fresh else out, lse, lse if block.rule.return_max_logits else None)
+    partial = None if fresh is True else partial
     with compiling_for(90):
         program = jax.jit(KERNEL.forward).trace(alone(block) if fresh else block, partial)
         found = of_lowered(program.lower(lowering_platforms=("cuda",)))
@@ -132,7 +136,7 @@ BY_HEAD |= dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH - 24))
 DROPPED, SLOPED = ({"causal": True, "dropout_prob": 0.1, "seed": SEEDS[:1]}, {"causal": True, "slopes": SLOPES})
 CAPPED = {"logits_soft_cap": 30.0}
 OF_HOPPER = [
-    # What the kernel has beside masks, the size of heads, the block, and whether it continues no partial result.
+    # What the kernel has beside masks, the size of heads, the block, and whether it continues no partial output.
     ("", 128, {}, True),
     ("", 128, {"causal": True}, False),
     # A kernel with masks has the loop of a kernel without masks, and one more.
@@ -145,6 +149,8 @@ OF_HOPPER = [
     *((" with slopes", dim, SLOPED, True) for dim in (64, 128, 192, 256)),
     (" with slopes and a soft cap", 128, SLOPED | CAPPED, True),
     ("", 128, {"causal": True, "return_max_logits": True}, False),
+    *(("", dim, RAGGED, "sinks") for dim in (64, 128)),
+    (" with a soft cap", 128, RAGGED | CAPPED, "sinks"),
 ]
 
 

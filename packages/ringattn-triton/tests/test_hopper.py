@@ -217,6 +217,40 @@ def test_what_keys_that_nobody_sees_continue_stays_as_it_was(dim: int) -> None:
     np.testing.assert_array_equal(after.lse, before.lse)
 
 
+SINKS = jnp.asarray([0.3, 200.0, -300.0, -np.inf])
+CAPPED: dict[str, Any] = {"logits_soft_cap": 30.0, "causal": True, "offset": 140}
+
+
+@pytest.mark.parametrize(
+    ("dim", "fields"),
+    [
+        (64, {"sliding_window": (40, 0), "causal": True, "offset": 90}),
+        (128, {"return_max_logits": True}),
+        (128, CAPPED),
+        (128, CAPPED | DROPPED | {"return_max_logits": True}),
+        (192, {"causal": True, "slopes": SLOPES}),
+    ],
+    ids=str,
+)
+def test_the_softmax_begins_from_sinks_and_goes_on_with_the_next_block(dim: int, fields: dict[str, Any]) -> None:
+    """Where keys have an offset, the first rows see nothing. A soft cap is no bound for sinks."""
+    block = make_block(2, 200, 264, heads=4, kv_heads=2, dim=dim, dtype=HALF, **fields)
+    lse = jnp.broadcast_to(SINKS[None, :, None], (2, 4, 200))
+    least = jnp.full_like(lse, -jnp.inf) if block.rule.return_max_logits else None
+    partial = want = Partial(None, lse, least)
+    for start, size in ((128, 136), (0, 128)):
+        part = block.tile(0, 200, start, size)
+        partial, want = check(part, str(start), partial), ringattn_xla.block.KERNEL.forward(part, want)
+        if least is not None:
+            near("max_logits", partial.max_logits, want.max_logits, TOLERANCE["float32"])
+    unseen = block.kv_index[0, 0] if "causal" in fields else 0
+    assert partial.out is not None and not np.asarray(partial.out[:, :unseen]).any()
+    np.testing.assert_allclose(partial.lse[..., :unseen], lse[..., :unseen], rtol=1e-5)
+    first = block.tile(0, 200, 128, 136)
+    final = computed(dataclasses.replace(first, kv=(first.k, first.v), final=True), Partial(None, lse, least))
+    assert final.out is not None and final.out.dtype == HALF
+
+
 def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
     got = check(make_block(1, 300, 300, dim=128, dtype=HALF, causal=True, offset=150), "half see nothing")
     assert not np.asarray(got.out[:, :150]).any()

@@ -52,6 +52,7 @@ class Trial:
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """Makes a function that runs the backward pass over all hops, for the tuner. `whole`: the forward result."""
         blocks = [_with(block, bwd_params=params) for block in self.blocks]
+        assert whole.out is not None
         products = self.dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
         rows = self.dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2)
 

@@ -134,7 +134,8 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> p
         # A bias takes the shared memory that would hold the queries of the next turn.
         q_places=1 if constants.bias else plan.q_places,
         masked=constants.masked or constants.kv_length % plan.kv_tile != 0,
-        fresh=partial is None,
+        fresh=partial is None or partial.out is None,
+        from_lse=partial is not None,
         bounded=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
         stored=alike and plan.q_places == 2 and not constants.bias,
         one_sided=constants.distances and block.reach.causal,

@@ -25,9 +25,10 @@ class ForwardPlan:
     """Tile size, places and registers of the forward kernel, and how it runs.
 
     `stages`: places for key tiles. `ordered`: consumers begin their products one after another. `masked`: some tiles
-    may need a mask. `fresh`: there is no partial result to continue. `bounded`: half of the soft cap, not the row
-    maximum, is subtracted from scores. `stored`: the producer writes outputs by TMA, from shared memory; otherwise the
-    consumers do, from registers. `one_sided`: scores depend on distances, and no query sees a key after itself.
+    may need a mask. `fresh`: there is no partial output to continue. `from_lse`: the softmax begins from a log-sum-exp,
+    of a partial result or of sinks. `bounded`: half of the soft cap, not the row maximum, is subtracted from scores.
+    `stored`: the producer writes outputs by TMA, from shared memory; otherwise the consumers do, from registers.
+    `one_sided`: scores depend on distances, and no query sees a key after itself.
     """
 
     consumers: int
@@ -43,6 +44,7 @@ class ForwardPlan:
     """Places for query tiles in shared memory. With two, the queries of the next turn are fetched early."""
     masked: bool = False
     fresh: bool = False
+    from_lse: bool = False
     bounded: bool = False
     stored: bool = False
     one_sided: bool = False

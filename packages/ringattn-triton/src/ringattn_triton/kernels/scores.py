@@ -134,19 +134,10 @@ def tanh(x, F: tl.constexpr):
 def continued_rows(lse):
     """The row maxima and row sums with which the online softmax continues from a partial result with log-sum-exp `lse`.
 
-    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, or 0 for a row that has seen nothing.
+    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, or 0 for a row that has seen nothing
+    and has no sinks.
     """
     return lse * LOG2_E, tl.where(lse == -float("inf"), 0.0, 1.0)
-
-
-@triton.jit
-def continued_maxima(lse, max_logits):
-    """The row maxima and row sums with which the softmax continues from a partial result that has `max_logits`.
-
-    Unlike those of `continued_rows`, the maxima are exact: after the last step they are the maxima over all keys.
-    """
-    top = max_logits * LOG2_E
-    return top, tl.where(lse == -float("inf"), 0.0, tl.exp2(lse * LOG2_E - top))
 
 
 @triton.jit

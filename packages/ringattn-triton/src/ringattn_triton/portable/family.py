@@ -40,7 +40,6 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         aliases={len(arrays) - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
-        FRESH=partial is None,
         SHARING=schedule.sharing,
         **schedules.launch_options(constants, schedule),
         **unused(block),
@@ -49,7 +48,10 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
 
 
 def before_of(block: Block, partial: Partial | None) -> list[jax.Array | None]:
-    """The operands for the partial result that a forward kernel continues: one for each of `results`, or `None`."""
+    """The operands for the partial result that a forward kernel continues: one for each of `results`, or `None`.
+
+    Sinks have all but an output.
+    """
     given: list[Any] = [None] * 3 if partial is None else [partial.out, partial.lse, partial.max_logits]
     return given[: len(results(block))]
 
