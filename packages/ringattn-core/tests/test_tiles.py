@@ -110,7 +110,7 @@ CASES = [(name, layout) for name, options in RULES.items() for layout in LAYOUTS
 def test_no_visible_pair_is_skipped_and_no_invisible_one_unmasked(name: str, layout: str) -> None:
     draw = np.random.default_rng(5)
     for turn, (what, fields) in enumerate(FIELDS.items()):
-        ranks, sizes = ((2, 1), (1, 1), (0, 2))[turn % 3], ((8, 8), (24, 4))[turn % 2]
+        ranks, sizes = ((2, 1), (1, 1), (0, 2))[turn % 3], ((8, 6), (24, 4))[turn % 2]
         given = fields(draw)
         block = make(layout, *ranks, RULES[name], **given)
         got, (some, full) = (np.asarray(x) for x in tiles(block, *sizes)), by_force(block, *sizes)

@@ -25,7 +25,7 @@ from ringattn_core.placement import axes
 from ringattn_core.placement.arrays import Roles, broadcasts, letters
 from ringattn_core.placement.layout import LAYOUTS, Shards, pieces
 from ringattn_core.ring.all_gather import with_all_ids
-from ringattn_core.ring.blocks import block_of
+from ringattn_core.ring.blocks import block_of, queries_of
 from ringattn_core.ring.engine import ring_of
 from ringattn_core.ring.sends import KV
 
@@ -198,6 +198,9 @@ def _orders(rank: _Rank) -> Iterator[Finding]:
             sees = x if name == "attention_mask" else x >= BIAS_FORBIDS
             last = jnp.where(sees, jax.lax.broadcasted_iota(jnp.int32, x.shape, 3), -1).max((1, 3))
             looks.append((name, last, _causal))
+    if call.kv_first is not None and call.kv_last is not None and call.natural and not rank.whole_queries:
+        ends = jnp.concatenate([call.kv_first.max(1), call.kv_last.min(1)])
+        looks.append(("kv_range", ends, _around_own))
     for name, x, fits in looks:
         if x is None or rank.ranks == 1:
             continue
@@ -258,6 +261,15 @@ def _causal(last: jax.Array, index: np.ndarray) -> jax.Array:
     return jnp.all((last == index[None]) | (last < 0)) & (last >= 0).any()
 
 
+def _around_own(ends: jax.Array, index: np.ndarray) -> jax.Array:
+    """Whether every range contains the index of its query, unless it is empty.
+
+    The first half of the rows of `ends` are the firsts, the other half the lasts.
+    """
+    first, last = jnp.split(ends, 2)
+    return jnp.all(((first <= index[None]) & (index[None] <= last)) | (first > last))
+
+
 def _split(rank: _Rank) -> Iterator[Finding]:
     """The ring splits tokens, and no mesh axis splits an array that it must not split."""
     call, roles = rank.call, rank.roles
@@ -316,7 +328,7 @@ def _promise(rank: _Rank) -> Iterator[Finding]:
     call = with_all_ids(ring, call)
     length = call.key.shape[1] * rank.ranks
     nothing = jnp.zeros((batch, length, call.key.shape[2], 0), call.key.dtype)
-    whole = block_of(ring, call, KV((nothing, nothing)), 0)
+    whole = block_of(ring, call, queries_of(ring, call), KV((nothing, nothing)), 0)
     most = max(1, _PAIRS // (batch * call.query.shape[2] * length))
     rows = next(count for count in range(min(most, tokens), 0, -1) if tokens % count == 0)
 

@@ -52,6 +52,7 @@ class Trial:
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """Makes a function that runs the backward pass over all hops, for the tuner. `whole`: the forward result."""
         blocks = [_with(block, bwd_params=params) for block in self.blocks]
+        assert whole.out is not None
         products = self.dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
         rows = self.dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2)
 
@@ -94,12 +95,12 @@ def _inputs(problem: Problem) -> Call:
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     """Makes array `name` with the shape and dtype of `x`. Floats are random, a dense mask is all true.
 
-    An offset is 0. Queries have the last rank's positions in the layout, and keys the positions of all ranks. Segment
-    ids number `DOCUMENTS` documents a shard.
+    An offset and the first keys of ranges are 0, and a range ends at its query. Queries have the last rank's positions
+    in the layout, and keys the positions of all ranks. Segment ids number `DOCUMENTS` documents a shard.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
-    if not x.shape or name == "query_offset":
+    if not x.shape or name in ("query_offset", "kv_first"):
         return jnp.zeros(x.shape, x.dtype)
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]

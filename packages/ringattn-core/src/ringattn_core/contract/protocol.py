@@ -199,11 +199,14 @@ class Partial:
     A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32. It may have the dtype of the
     queries for a block with `final`, and always has it in the result of a ring.
 
+    `out=None` stands for zeros, before any key is seen: a ring with attention sinks begins from `Partial(None, lse)`,
+    where `lse` is the log-sum-exp of the sinks. What a kernel returns has an `out`.
+
     `max_logits` is the largest score of each query, after the soft cap, bias and ALiBi; -inf for a query that has seen
-    no key. It is `None` unless `rule.return_max_logits` asks for it.
+    no key. Sinks are no scores. It is `None` unless `rule.return_max_logits` asks for it.
     """
 
-    out: Float[Array, "B T N Hv"]
+    out: Float[Array, "B T N Hv"] | None
     lse: Float32[Array, "B N T"]
     max_logits: Float32[Array, "B N T"] | None = None
 
@@ -255,7 +258,11 @@ class BlockKernel(Protocol):
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        """Continues the online softmax from `partial` with the keys of `block`; `None` means no earlier keys."""
+        """Continues the online softmax from `partial` with the keys of `block`.
+
+        If `partial.out` is `None`, there are no earlier keys; if `partial` is, there are no sinks either. A query that
+        sees no key keeps its `out` and `lse`.
+        """
         ...
 
     def backward(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pairs of tiles a kernel may skip, and which need no mask."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +32,7 @@ class Tiles(NamedTuple):
 def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     """The tiles of `block`, of `q_tile` queries by `kv_tile` keys; these divide its lengths (see `Block.padded_to`).
 
-    If the block has bits, `kv_tile` is a multiple of 32, divides 32, or is the length of the keys. Exact for a causal
-    mask, for windows and chunks over consecutive positions, and for bits alone.
+    Exact for a causal mask, for windows and chunks over consecutive positions, and for bits alone.
     """
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
     kv_ends = _ends(_unpadded(_by_tile(block.kv_positions, kv_tile), padding), block.monotone)
@@ -112,16 +112,14 @@ def _of_segments(
 def _of_bits(words: jax.Array, keys: int, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
     """`(some, full)`: any bit in any set of words; all bits in all sets. Bits past the last key do not count."""
     counted = packed(jnp.arange(words.shape[3] * WORD).reshape(1, 1, 1, -1) < keys)
-    if kv_tile < WORD and keys > kv_tile:  # several tiles have a word: give each a word of its own
-        starts = jnp.arange(0, WORD, kv_tile, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1)
-        part = jnp.uint32(2**kv_tile - 1)
-        words, counted = (((x[..., None] >> starts) & part).reshape(*x.shape[:-1], -1) for x in (words, counted))
-        words, counted = words[..., : keys // kv_tile], counted[..., : keys // kv_tile]
-    of_tile = words.shape[3] // (keys // kv_tile)
+    if (size := math.gcd(kv_tile, WORD)) < WORD:  # cut words into parts that belong to one tile each
+        starts = jnp.arange(0, WORD, size, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1)
+        cut = (((x[..., None] >> starts) & jnp.uint32(2**size - 1)) for x in (words, counted))
+        words, counted = (x.reshape(*x.shape[:3], -1)[..., : keys // size] for x in cut)
 
     def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:
-        cut = x.reshape(x.shape[0], x.shape[1], -1, q_tile, x.shape[3] // of_tile, of_tile)
-        return jax.lax.reduce(cut, np.uint32(neutral), combine, (1, 3, 5))
+        by_tile = x.reshape(*x.shape[:2], -1, q_tile, keys // kv_tile, x.shape[3] * kv_tile // keys)
+        return jax.lax.reduce(by_tile, np.uint32(neutral), combine, (1, 3, 5))
 
     some = reduced(words & counted, jax.lax.bitwise_or, 0)
     full = reduced(words | ~counted, jax.lax.bitwise_and, 2**32 - 1)

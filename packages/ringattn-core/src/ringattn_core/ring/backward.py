@@ -147,6 +147,7 @@ def _dout_and_delta(call: Call, result: Partial, dout: jax.Array, dlse: jax.Arra
     ids = call.q_segment_ids
     dout, dlse = zero_padding(dout, ids), jnp.swapaxes(zero_padding(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
     # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
+    assert result.out is not None
     products = dout.astype(jnp.float32) * result.out.astype(jnp.float32)
     return dout, jnp.swapaxes(products.sum(-1), 1, 2) - dlse
 

@@ -37,6 +37,7 @@ def unfolded(call: Call, result: Partial) -> Partial:
 
     `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
     """
+    assert result.out is not None
     out, lse = (
         _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
         for x, kind in ((result.out, Output), (result.lse, LogSumExp))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..contract import batching
 from ..contract.call import Call
-from ..contract.merge import merged_over, with_sinks
+from ..contract.merge import merged, merged_over
 from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
@@ -19,7 +19,7 @@ from ..placement.arrays import axes_with
 from ..placement.layout import Shards
 from ..ring.blocks import block_of, queries_of
 from ..ring.engine import ring_of, without_derivative
-from ..ring.forward import sinks_of
+from ..ring.forward import beginning
 from ..ring.sends import KV
 
 SHORTEST_CHUNK: Final = 1024
@@ -52,7 +52,9 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
     asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
-    partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
+    partial, sinks = _with_groups_as_heads(partial, group), beginning(call)
+    partial = partial if sinks is None else merged([partial, sinks])
+    assert partial.out is not None
     return Partial(partial.out.astype(call.query.dtype), partial.lse)
 
 
@@ -129,6 +131,7 @@ def _with_groups_as_rows(block: Block, group: int) -> Block:
 
 def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
     """The result with its query heads as heads again: undoes `_with_groups_as_rows`."""
+    assert partial.out is not None
     batch, rows, heads, size = partial.out.shape
     out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
     lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)

@@ -57,7 +57,7 @@ def by_tokens(call: Call, result: Partial) -> Partial:
 
     `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
     """
-    assert call.axis_name is not None
+    assert call.axis_name is not None and result.out is not None
     inner = call.axis_name[-1]
     ranks = axes.size((inner,))
 
