@@ -15,7 +15,7 @@ from ..contract.call import Call
 from ..placement import axes
 from ..placement.layout import of_neighbours, to_neighbours
 from .blocks import Ring
-from .sends import KV, packed
+from .kv import KV, packed
 
 
 def with_all_ids(ring: Ring, call: Call) -> Call:

@@ -12,8 +12,8 @@ from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_static_masks
 from ..placement.layout import Shards
+from .kv import KV
 from .plan import Level
-from .sends import KV
 
 
 @jax.tree_util.register_dataclass
