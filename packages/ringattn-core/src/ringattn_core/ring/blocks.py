@@ -47,7 +47,7 @@ class Ring:
 def block_of(ring: Ring, call: Call, kv: KV, owner: Any) -> Block:
     """The `Block` of this rank's queries against the keys in `kv`, of the shard of rank `owner`.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`). With
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`). With
     `ring.all_gather`, these keys are one shard, and `owner` is 0.
     """
     length = KV(call.travelling).length * (ring.query_shards.count // ring.key_shards.count)

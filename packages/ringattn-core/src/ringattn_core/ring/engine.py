@@ -16,10 +16,10 @@ from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.layout import Shards
-from .all_gather import with_all_ids
 from .backward import backward
 from .blocks import Ring
 from .forward import forward
+from .key_ids import with_all_ids
 from .plan import levels
 
 

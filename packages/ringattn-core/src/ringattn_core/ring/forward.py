@@ -31,7 +31,7 @@ an inner mesh axis of the ring."""
 def forward(ring: Ring, call: Call) -> Partial:
     """Attention of this rank's queries to the keys of all ranks, with sinks; `out` is in the dtype of the queries.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`).
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`).
     """
     kernel, own = batching.forward(ring.kernel), KV(call.travelling)
 
