@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int8, Int32
+from jaxtyping import Array, Float, Float32, Int8, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import BlockKernel, Partial
@@ -23,7 +23,17 @@ from .key_ids import with_all_ids
 from .plan import levels
 
 
-def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Partial:
+class Result(NamedTuple):
+    """What the ring returns for this rank's queries and the keys of all ranks."""
+
+    out: Float[Array, "B T N Hv"]
+    """In the dtype of the queries."""
+    lse: Float32[Array, "B N T"]
+    max_logits: Float32[Array, " N"] | None
+    """The largest score of each head, if `call.return_max_logits` asks for it."""
+
+
+def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Result:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
     With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. In the striped
@@ -66,9 +76,15 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
 
 
 @jax.custom_vjp
-def attend(ring: Ring, call: Call) -> Partial:
-    """The result for this rank's queries and the keys of all ranks."""
-    return forward(ring, with_all_ids(ring, call.narrowed()))
+def attend(ring: Ring, call: Call) -> Result:
+    """The ring as one differentiable function; `max_logits` has no gradient."""
+    return _result(forward(ring, with_all_ids(ring, call.narrowed())))
+
+
+def _result(partial: Partial) -> Result:
+    """The result of the ring, from that of its forward pass, which has the largest score of each query."""
+    largest = partial.max_logits
+    return Result(partial.out, partial.lse, None if largest is None else largest.max((0, 2)))
 
 
 def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
@@ -107,21 +123,18 @@ class Residuals(NamedTuple):
     partial: Partial
 
 
-def _forward_rule(*inputs: Any) -> tuple[Partial, Residuals]:
+def _forward_rule(*inputs: Any) -> tuple[Result, Residuals]:
     """The result and the residuals. An input has a `value`, and `perturbed`: whether it is differentiated."""
     ring, call = jax.tree.map(lambda x: x.value, inputs)
     bias_fixed = call.bias is not None and not inputs[1].bias.perturbed
     call = with_all_ids(ring, first_derivative_only(call).narrowed())
-    result = forward(ring, call)
-    kept = dataclasses.replace(result, max_logits=None)
-    return result, Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
+    partial = forward(ring, call)
+    kept = dataclasses.replace(partial, max_logits=None)
+    return _result(partial), Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
 
 
-def _backward_rule(residuals: Residuals, cotangents: Partial) -> tuple[None, Call]:
-    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on.
-
-    `max_logits` has no gradient (`strategies.run`), so its cotangent is ignored.
-    """
+def _backward_rule(residuals: Residuals, cotangents: Result) -> tuple[None, Call]:
+    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     ring, call = residuals.ring, residuals.call
 
     def array(x: Any) -> jax.Array:
