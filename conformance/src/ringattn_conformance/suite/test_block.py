@@ -18,7 +18,7 @@ from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Parti
 from ringattn_core.placement.arrays import axes_with, zero_padding
 from ringattn_core.ring import blocks as ring_blocks
 from ringattn_core.ring import engine
-from ringattn_core.ring.sends import KV
+from ringattn_core.ring.kv import KV
 
 from ringattn_conformance import comparison, tiers
 from ringattn_conformance.cases import CASES, DTYPES, OPERANDS, Case, keywords

@@ -24,10 +24,10 @@ from ringattn_core.errors import InputError
 from ringattn_core.placement import axes
 from ringattn_core.placement.arrays import Roles, broadcasts, letters
 from ringattn_core.placement.layout import LAYOUTS, Shards, pieces
-from ringattn_core.ring.all_gather import with_all_ids
 from ringattn_core.ring.blocks import block_of, queries_of
 from ringattn_core.ring.engine import ring_of
-from ringattn_core.ring.sends import KV
+from ringattn_core.ring.key_ids import with_all_ids
+from ringattn_core.ring.kv import KV
 
 LIKE_A_COUNT: Final = 128
 """A window of a power of two keys, from this one on, looks like a count of keys."""

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from ..contract.call import Call
-from ..contract.protocol import Partial
 from ..contract.varying import align
 from ..placement import axes
 from ..placement.arrays import LogSumExp, Output, letters
+from ..ring.engine import Result
 from .ulysses import axis_of
 
 
@@ -32,17 +32,13 @@ def folded(call: Call) -> Call:
     return dataclasses.replace(call, **moved, layout="zigzag")
 
 
-def unfolded(call: Call, result: Partial) -> Partial:
-    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made.
-
-    `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
-    """
-    assert result.out is not None
+def unfolded(call: Call, result: Result) -> Result:
+    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made."""
     out, lse = (
         _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
         for x, kind in ((result.out, Output), (result.lse, LogSumExp))
     )
-    return dataclasses.replace(result, out=out, lse=lse)
+    return result._replace(out=out, lse=lse)
 
 
 def _swapped(x: jax.Array, dim: int, axis: tuple[str, ...], back: bool = False) -> jax.Array:

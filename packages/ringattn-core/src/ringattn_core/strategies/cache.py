@@ -20,7 +20,7 @@ from ..placement.layout import Shards
 from ..ring.blocks import block_of, queries_of
 from ..ring.engine import ring_of, without_derivative
 from ..ring.forward import beginning
-from ..ring.sends import KV
+from ..ring.kv import KV
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk, if a rank's cache is cut into chunks that a kernel runs in parallel."""

@@ -80,9 +80,8 @@ def run(registration: Registration, call: Call) -> Any:
     result = balance.unfolded(exchanged, result) if call.balance else result
     result = ulysses.by_tokens(call, result) if by_heads else result
     results = {"out": result.out, "lse": result.lse}
-    if result.max_logits is not None:
-        max_logits = jax.lax.stop_gradient(result.max_logits).max((0, 2))
-        results["max_logits"] = _over_ranks(call, ulysses.of_all_heads(call, max_logits) if by_heads else max_logits)
+    if result.max_logits is not None:  # it has no gradient, and neither has a maximum over ranks
+        results["max_logits"] = _over_ranks(call, jax.lax.stop_gradient(result.max_logits))
     asked = tuple(results[name] for name in call.results)
     return asked if len(asked) > 1 else result.out
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from ..contract import packing
 from ..contract.call import ARRAYS, Call
-from ..contract.protocol import Partial
 from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts
 from ..placement.layout import of_neighbours, to_neighbours
+from ..ring.engine import Result
 
 HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
@@ -52,10 +52,10 @@ def by_heads(call: Call) -> Call:
     return dataclasses.replace(call, axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
 
 
-def by_tokens(call: Call, result: Partial) -> Partial:
+def by_tokens(call: Call, result: Result) -> Result:
     """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
 
-    `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
+    `max_logits` has all heads then, and is -inf for the heads of other ranks.
     """
     assert call.axis_name is not None and result.out is not None
     inner = call.axis_name[-1]
@@ -68,10 +68,11 @@ def by_tokens(call: Call, result: Partial) -> Partial:
         return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
 
     lse = back(result.lse, arrays.LogSumExp) if call.return_lse else result.lse
-    return dataclasses.replace(result, out=back(result.out, arrays.Output), lse=lse)
+    max_logits = None if result.max_logits is None else _of_all_heads(call, result.max_logits)
+    return Result(back(result.out, arrays.Output), lse, max_logits)
 
 
-def of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
+def _of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
     """`max_logits` of this rank's heads, with an entry for every head of `call`: -inf for heads of other ranks."""
     assert call.axis_name is not None
     all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
