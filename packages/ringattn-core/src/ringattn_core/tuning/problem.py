@@ -167,7 +167,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 def _described(option: Any) -> Any:
     """An option as plain data. A float, such as a soft cap, becomes `True`: its value does not change the speed."""
     if isinstance(option, tuple):  # the two ends of ranges
-        return [_described(x) for x in option]
+        return tuple(_described(x) for x in option)
     if isinstance(option, Built):
         return tuple(_ADDRESS.sub("", repr(mask)) for mask in option.masks)
     if hasattr(option, "dtype"):
