@@ -111,7 +111,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         rule=call.rule,
         reach=call.reach,
         monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
-        keys_from=(call.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
+        keys_from=(call.placement.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
 
 

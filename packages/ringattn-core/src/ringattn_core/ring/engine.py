@@ -52,21 +52,22 @@ def ring_of(
     """The ring of this rank's call.
 
     `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
-    mesh axes `call.axis_name`. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in `run`.
+    mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in
+    `run`.
     """
-    axis = () if place else call.axis_name or ()
+    axis = () if place else call.placement.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
-    shards = Shards(call.layout, math.prod(sizes), stripe, folded=call.balance is not None)
+    shards = Shards(call.placement.layout, math.prod(sizes), stripe, folded=call.placement.balance is not None)
     lengths = call.query.shape[1], call.key.shape[1]
     return Ring(
         kernel,
         axis,
         query_shards=shards,
-        key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if all_gather else shards,
+        key_shards=Shards("contiguous" if shards.folded else call.placement.layout, 1) if all_gather else shards,
         levels=() if all_gather else levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes)),
         rank=jnp.asarray(rank, jnp.int32),
-        batch_index=_indices(call.batch_axis_name, call.query.shape[0]),
-        head_index=_indices(call.head_axis_name, call.query.shape[2]),
+        batch_index=_indices(call.placement.batch_axis_name, call.query.shape[0]),
+        head_index=_indices(call.placement.head_axis_name, call.query.shape[2]),
     )
 
 

@@ -88,7 +88,7 @@ def beginning(call: Call) -> Partial | None:
         return None
     batch, length, heads, _ = call.query.shape
     lse = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1)[None, :, None], (batch, heads, length))
-    return Partial(None, lse, jnp.full_like(lse, -jnp.inf) if call.return_max_logits else None)
+    return Partial(None, lse, jnp.full_like(lse, -jnp.inf) if call.rule.return_max_logits else None)
 
 
 def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:
