@@ -49,7 +49,8 @@ def _blocks(case: Case, shards: int) -> list[Block]:
     arrays = keywords({name: jnp.asarray(x) for name, x in given.items() if x is not None})
     call = validated(**arrays, **options, ranks=1)
     ring = engine.ring_of(None, call, (0, 1))
-    whole = ring_blocks.block_of(ring, call, KV(packing.pack(call.key, call.value)), 0)
+    queries = ring_blocks.queries_of(ring, call)
+    whole = ring_blocks.block_of(ring, call, queries, KV(packing.pack(call.key, call.value)), 0)
     whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
