@@ -41,6 +41,18 @@ class Broken(Dense):
         return self.gradients(block, super().backward(block, *arrays))
 
 
+class BegunElsewhere(Broken):
+    """A kernel that begins from another partial result than the sinks that it gets."""
+
+    def __init__(self, fault: str, begin: Callable[[Partial], Partial | None]) -> None:
+        super().__init__(fault)
+        self.begin = begin
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        begins = partial is not None and partial.out is None
+        return super().forward(block, self.begin(partial) if begins else partial)
+
+
 class HashOfTheMoment(Broken):
     count = 0
 

@@ -47,6 +47,7 @@ def _mixture(chosen: Callable[[Point], Any]) -> str:
 
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
+_FROM_SINKS: Final = "test_block::test_a_kernel_begins_from_the_log_sum_exp_of_sinks[{}-%s]"
 _RMS: Final = "test_numerics::test_the_error_of_a_ring_of_eight_in_half_precision_is_that_of_one_device[{}-bfloat16]"
 _NAN: Final = "test_numerics::test_a_non_finite_value_reaches_every_row_that_sees_it[{}-%s]"
 _LOW: Final = "test_numerics::test_a_bias_below_minus_100000_forbids_as_minus_infinity_does[{}-%s]"
@@ -99,6 +100,15 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "sinks-at-every-hop": Sabotage(
         Regathered("The sinks enter the denominator once a hop.", broken.sinks_at_every_hop),
         (_point("sinks"),), _PLAIN,
+    ),
+    "sinks-are-nothing": Sabotage(
+        broken.BegunElsewhere("A partial result without output is taken for none at all.", lambda sinks: None),
+        (_FROM_SINKS % "float32", _point("sinks")), _PLAIN,
+    ),
+    "every-sink-is-zero": Sabotage(
+        broken.BegunElsewhere("The lse of a partial result without output is not read.",
+                              lambda sinks: but(sinks, lse=jnp.zeros_like(sinks.lse))),
+        (_FROM_SINKS % "bfloat16", _point("sinks")), _PLAIN,
     ),
     "gradients-summed-in-half": Sabotage(
         broken.GradientsSummedInHalf("JAX sums the gradients of keys from tiles of queries in the dtype of the keys."),
