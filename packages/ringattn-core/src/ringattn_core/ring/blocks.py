@@ -15,8 +15,8 @@ from ..contract.static_masks import wants_static_masks
 from ..contract.visibility import Intervals, intervals
 from ..masks import Coordinates
 from ..placement.layout import Shards
+from .kv import KV
 from .plan import Level
-from .sends import KV
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,7 @@ def queries_of(ring: Ring, call: Call) -> Queries:
 def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Block:
     """The `Block` of this rank's queries against the keys in `kv`, of the shard of rank `owner`.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`). With
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`). With
     `ring.all_gather`, these keys are one shard, and `owner` is 0.
     """
     length = KV(call.travelling).length * (ring.query_shards.count // ring.key_shards.count)
@@ -111,7 +111,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         rule=call.rule,
         reach=call.reach,
         monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
-        keys_from=(call.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
+        keys_from=(call.placement.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
 
 
