@@ -46,11 +46,19 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:
         own = _with_increasing_positions(own)
-    group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
-    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
+    sinks = sinks_of(everyone)
+    whole = sharded or takes_few_queries(kernel)
+    group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
+    asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
+    asked = dataclasses.replace(asked, final=chunks == 1 and not ring.axis and sinks is None)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
-    partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
+    partial = with_sinks(_with_groups_as_heads(partial, group), sinks)
     return Partial(partial.out.astype(call.query.dtype), partial.lse)
+
+
+def takes_few_queries(kernel: BlockKernel) -> bool:
+    """Whether the kernel sets `few_queries`: it then gets few queries as they are, with all keys of this rank."""
+    return getattr(kernel, "few_queries", False)
 
 
 def not_differentiable(call: Call) -> Call:

@@ -80,7 +80,7 @@ def forward(
             acc = acc / F.keep_weight
 
     given = (q, k_pointers, v_pointers, queries, head, P, batch)
-    acc, top, total = over_visited(_continued, (acc, top, total), given, visited, F, T)
+    acc, top, total = over_visited(continued, (acc, top, total), given, visited, F, T)
     lse, factor = final_rows(top, total, F)
     out = (acc * factor[:, None]).to(OUT.dtype.element_ty)
     if Q_RAGGED or VALUE_RAGGED:
@@ -93,7 +93,7 @@ def forward(
 
 
 @triton.jit
-def _continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
+def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax, over key tile number `tile`; returns the updated `sums`.
 
     `sums` are `(acc, top, total)`: `top` is the row maximum in units of log2. The weighted values `acc` and the weights

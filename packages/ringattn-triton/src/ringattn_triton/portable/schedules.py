@@ -61,6 +61,19 @@ def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target:
     return dataclasses.replace(schedule, in_registers=in_registers, sharing=sharing)
 
 
+def few_queries(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
+    """The schedule of the forward kernel for few queries; its tiles have a row for each query of each head of a group.
+
+    What bounds the kernel is how many bytes of keys and values are on their way from memory.
+    """
+    rows = padded_dim(constants.q_length * constants.group)
+    default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
+    if target == Target("cuda", 90) and itemsize == 2:
+        default = Schedule(rows, 128 if constants.largest_dim <= 64 else 64, 4, 3)
+    schedule = _chosen(default, constants, itemsize, params, target)
+    return dataclasses.replace(schedule, q_tile=rows)
+
+
 def _share(constants: BlockConstants, itemsize: int, target: Target) -> bool:
     """Whether heads share tiles of the forward kernel, on a Hopper GPU or interpreted.
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""The forward kernel for few queries and many keys, as in decoding: programs share the keys of a head among them."""
+
+import triton
+import triton.language as tl
+
+from ..kernels.scores import Head, final_rows
+from ..kernels.tile_loop import Visit, offset_of, over_visited, vectors
+from ..kernels.tokens import of_rows
+from ..portable.forward_kernel import continued
+
+
+@triton.jit
+def forward(
+    Q, K, V, P, OUT, LSE,
+    F: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, SORTED: tl.constexpr, Q_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes `OUT [B * SPLITS, T, N, Hv]` and `LSE [B * SPLITS, N, T]`: a partial result of each part of the keys.
+
+    The query heads of a key head share tiles of `Q_TILE` rows: the first `F.group` rows are the first query in each of
+    these heads, the next are the second query, and so on. The key tiles that a tile of queries sees are cut into
+    `SPLITS` equal parts, of which each program takes one; the parts of a row of the batch are neighbours in the
+    results. `T` is a `visited_tiles.TableShape` without a list, `SORTED` and `AT_ONCE` are those of `_seen`.
+    """
+    program = tl.program_id(0)
+    # Heads are neighbours in memory, and so are the programs that read them.
+    kv_head = program % F.kv_heads
+    split = program // F.kv_heads % SPLITS
+    own = program // (F.kv_heads * SPLITS) % T.rows
+    batch = program // (F.kv_heads * SPLITS * T.rows)
+
+    number = own * Q_TILE + tl.arange(0, Q_TILE)
+    rows = number // F.group
+    head_number = kv_head * F.group + number % F.group
+    Q_RAGGED: tl.constexpr = F.q_length * F.group % Q_TILE != 0
+    queries = of_rows(P, batch, rows, 0, F, Q_RAGGED, False)
+    slope = 0.0
+    if F.slopes:
+        slope = tl.load(P.slopes + (batch * F.slopes_batch + head_number))[:, None]
+    head = Head(0, slope, 0, 0)
+
+    dims = tl.arange(0, DIM)
+    value_dims = tl.arange(0, VALUE_DIM)
+    columns = tl.arange(0, KV_TILE)
+    wide_batch = batch.to(tl.int64)
+    DIM_RAGGED: tl.constexpr = F.head_dim != DIM
+    q_row = wide_batch * F.q_length * F.heads * F.head_dim + (rows * F.heads + head_number) * F.head_dim
+    q = vectors(Q + q_row[:, None] + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (columns[None, :] * F.k_token + dims[:, None])
+    v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
+    v_pointers = V + v_first + (columns[:, None] * F.v_token + value_dims[None, :])
+
+    visited = _part(_seen(P, batch, queries, F, KV_TILE, SORTED, AT_ONCE), split, SPLITS)
+    acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
+    top = tl.full([Q_TILE], -float("inf"), tl.float32)
+    total = tl.zeros([Q_TILE], tl.float32)
+    given = (q, k_pointers, v_pointers, queries, head, P, batch)
+    acc, top, total = over_visited(continued, (acc, top, total), given, visited, F, T)
+
+    lse, factor = final_rows(top, total, F)
+    part = wide_batch * SPLITS + split
+    out_row = part * F.q_length * F.heads * F.value_dim + (rows * F.heads + head_number) * F.value_dim
+    out = (acc * factor[:, None]).to(OUT.dtype.element_ty)
+    inside = rows < F.q_length
+    tl.store(
+        OUT + out_row[:, None] + value_dims[None, :], out, mask=inside[:, None] & (value_dims < F.value_dim)[None, :]
+    )
+    tl.store(LSE + (part * F.heads + head_number) * F.q_length + rows, lse, mask=inside)
+
+
+@triton.jit
+def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The key tiles `[lo, hi)` that a tile of queries sees, and those of them, `[full_lo, full_hi)`, that need no mask.
+
+    Conservative, as `ringattn_core.contract.tiles.Tiles` is. `SORTED`: positions of keys do not decrease, so that the
+    first and the last key of a tile tell where it lies; otherwise every tile is seen and needs a mask. Looks at
+    `AT_ONCE` tiles at a time.
+    """
+    TILES: tl.constexpr = (F.kv_length + KV_TILE - 1) // KV_TILE
+    WHOLE: tl.constexpr = F.kv_length // KV_TILE
+    lo = 0
+    hi = TILES
+    full_lo = 0
+    full_hi = WHOLE
+    if F.padded or (F.positions and not SORTED):
+        full_hi = 0
+    elif F.below or F.above:
+        positions = P.kv_positions + batch * F.kv_positions_batch
+        if F.below:
+            least_low = tl.min(queries.low)
+            most_low = tl.max(queries.low)
+            full_lo = hi * 0
+        if F.above:
+            least_high = tl.min(queries.high)
+            most_high = tl.max(queries.high)
+            hi = 0
+            full_hi = 0
+        for start in range(0, TILES, AT_ONCE):
+            tile = start + tl.arange(0, AT_ONCE)
+            inside = tile < TILES
+            first = tl.load(positions + tile * KV_TILE, mask=inside, other=0)
+            last = tl.load(positions + tl.minimum(tile * KV_TILE + (KV_TILE - 1), F.kv_length - 1), mask=inside, other=0)
+            if F.below:
+                lo += tl.sum((inside & (last < least_low)).to(tl.int32))
+                full_lo += tl.sum((inside & (first < most_low)).to(tl.int32))
+            if F.above:
+                hi += tl.sum((inside & (first <= most_high)).to(tl.int32))
+                full_hi += tl.sum((inside & (last <= least_high)).to(tl.int32))
+        full_hi = tl.minimum(full_hi, WHOLE)
+    return lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def _part(seen, split, SPLITS: tl.constexpr):
+    """The `Visit` of part number `split` of the tiles that `_seen` returns."""
+    lo, hi, full_lo, full_hi = seen
+    count = tl.maximum(hi - lo, 0)
+    start = lo + count * split // SPLITS
+    end = lo + count * (split + 1) // SPLITS
+    full_from = tl.minimum(tl.maximum(full_lo, start), end)
+    full_to = tl.minimum(tl.maximum(full_hi, full_from), end)
+    return Visit(full_from - start + end - full_to, full_from, full_to, start, full_from - start, full_to, 0)
