@@ -2,12 +2,13 @@
 """The family of kernels for few queries and many keys: which blocks it takes, and the launch of its forward pass."""
 
 import dataclasses
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.contract.merge import merged, merged_over
-from ringattn_core.contract.protocol import Block, Gradients, Partial
+from ringattn_core.contract.merge import merged
+from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.visibility import span
 
 from .. import kernel_inputs
 from ..kernel_inputs import BlockConstants
@@ -16,16 +17,16 @@ from ..launch.target import Target
 from ..portable import schedules
 from ..visited_tiles import TableShape
 from .forward_kernel import forward as forward_kernel
+from .forward_kernel import merge as merge_kernel
 
 MOST_ROWS: Final = 64
-"""The most rows of a tile of queries, with a row for each query in each head of a group: a block with more rows is none
-of few queries."""
+"""The most rows of a block of few queries, which has a row for each query in each head of a group."""
 LEAST_TILES: Final = 4
 """The fewest key tiles for which the family takes a block."""
-PROGRAMS: Final = 264
-"""How many programs occupy a device: two for each multiprocessor of the largest Hopper GPU."""
-AT_ONCE: Final = 1024
-"""At how many key tiles a program looks at a time to find the first and the last that it visits."""
+MULTIPROCESSORS: Final = 132
+"""How many the largest Hopper GPU has; a program occupies one of them."""
+LEAST_PART: Final = 2
+"""The fewest key tiles of a part of the keys."""
 
 
 def why_not_forward(block: Block, target: Target) -> str | None:
@@ -34,7 +35,7 @@ def why_not_forward(block: Block, target: Target) -> str | None:
         return "the kernel for few queries takes no dropout, bias, mask or segment ids, and returns no largest scores"
     if constants.q_length * constants.group > MOST_ROWS:
         return "the block has many queries"
-    schedule = schedules.few_queries(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
+    schedule = _schedule(block, constants, target)
     return "the block has few keys" if constants.kv_length < LEAST_TILES * schedule.kv_tile else None
 
 
@@ -46,40 +47,74 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     """Continues the online softmax from `partial` (`None`: from nothing) with a block that the kernel takes."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
-    schedule = schedules.few_queries(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
-    batch, length, heads, _ = block.q.shape
+    schedule = _schedule(block, constants, target)
+    batch, heads = block.q.shape[0], constants.kv_heads
     columns = -(-constants.kv_length // schedule.kv_tile)
-    splits = _splits(batch * constants.kv_heads, columns)
-    alone = splits == 1 and partial is None and block.final
-    out = jax.ShapeDtypeStruct((batch * splits, length, heads, block.value_dim), block.q.dtype if alone else jnp.float32)
+    reach = span(constants.causal, (constants.left, constants.right), constants.chunk)
+    rows = -(-constants.q_length * constants.group // schedule.q_tile)
+    splits = _splits(batch * heads * rows, min(columns, -(-reach // schedule.kv_tile) + 1))
+    value_dim = kernel_inputs.padded_dim(constants.value_dim)
     found = launch(
         forward_kernel,
         inputs.in_tiles(schedule.q_tile, schedule.kv_tile),
-        [out, jax.ShapeDtypeStruct((batch * splits, heads, length), jnp.float32)],
-        grid=(batch * splits * constants.kv_heads,),
+        _results(block, batch * splits, block.final and partial is None and splits == 1),
+        grid=(batch * rows * splits * heads,),
         warps=schedule.warps,
         stages=schedule.stages,
         name="ringattn_few_queries",
         F=constants,
-        T=TableShape(listed=False, run=True, rows=1, columns=columns, grouped=False, together=1),
+        T=TableShape(listed=False, run=True, rows=rows, columns=columns, grouped=False, together=1),
         SPLITS=splits,
         SORTED=block.rule.increasing and not block.padded,
         Q_TILE=schedule.q_tile,
         KV_TILE=schedule.kv_tile,
         DIM=kernel_inputs.padded_dim(constants.head_dim),
-        VALUE_DIM=kernel_inputs.padded_dim(constants.value_dim),
-        AT_ONCE=min(AT_ONCE, kernel_inputs.power_of_two(columns)),
+        VALUE_DIM=value_dim,
     )
-    own = merged_over(Partial(*found), (), splits)
-    return own if partial is None else merged([partial, own])
+    if splits > 1:
+        found = launch(
+            merge_kernel,
+            found,
+            _results(block, batch, block.final and partial is None),
+            grid=(batch * constants.q_length * constants.heads,),
+            name="ringattn_few_queries_merge",
+            F=constants,
+            SPLITS=splits,
+            PLACES=kernel_inputs.power_of_two(splits),
+            VALUE_DIM=value_dim,
+        )
+    return Partial(*found) if partial is None else merged([partial, Partial(*found)])
 
 
-def _splits(programs: int, columns: int) -> int:
-    """Into how many parts the keys of a head are cut: the least power of two with which `programs` occupy the device.
+def _schedule(block: Block, constants: BlockConstants, target: Target) -> schedules.Schedule:
+    """The schedule of `forward`; its tiles of queries have a row for each query in each head of a group.
 
-    Every part has at least one of the `columns` key tiles.
+    What bounds the kernel on a Hopper GPU is how many bytes are on their way from memory: some 100 KiB for each
+    multiprocessor give 4.4 TB/s on an H200. If there are many programs, several small ones for each multiprocessor
+    begin and end at different times.
     """
-    splits = 1
-    while programs * splits < PROGRAMS and 2 * splits <= columns:
-        splits *= 2
-    return splits
+    rows, dim, default = kernel_inputs.padded_dim(constants.q_length * constants.group), constants.largest_dim, None
+    if target == Target("cuda", 90) and block.q.dtype.itemsize == 2:
+        many = len(block.q) * constants.kv_heads >= 3 * MULTIPROCESSORS and rows == 16 and dim <= 128
+        default = schedules.Schedule(rows, 128 if dim <= 128 else 64, 4, 4 if dim <= 64 else 3)
+        default = schedules.Schedule(rows, 32, 1, 4) if many else default
+    schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target, default)
+    # Larger tiles would not fit in registers.
+    return dataclasses.replace(schedule, q_tile=min(rows, 64 if dim <= 128 and block.q.dtype.itemsize == 2 else 32))
+
+
+def _results(block: Block, batch: int, narrow: bool) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of `out` and `lse` for so many batch rows; `narrow`: `out` has the dtype of the queries."""
+    _, length, heads, _ = block.q.shape
+    out = jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if narrow else jnp.float32)
+    return [out, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
+
+
+def _splits(programs: int, tiles: int) -> int:
+    """Into how many parts the keys of a head are cut, where a launch without parts has so many `programs`.
+
+    All parts run at the same time: 80 multiprocessors suffice to occupy the memory, and parts that run one after
+    another lose more time at their beginnings and ends. Each has `LEAST_PART` or more of the `tiles` of keys that
+    queries see.
+    """
+    return max(1, min(MULTIPROCESSORS // programs, tiles // LEAST_PART))

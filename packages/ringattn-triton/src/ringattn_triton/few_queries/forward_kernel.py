@@ -5,24 +5,27 @@
 import triton
 import triton.language as tl
 
-from ..kernels.scores import Head, final_rows
-from ..kernels.tile_loop import Visit, offset_of, over_visited, vectors
+from ..kernels.scores import LOG2_E, Head, final_rows
+from ..kernels.tile_loop import Visit, over_visited, vectors
 from ..kernels.tokens import of_rows
 from ..portable.forward_kernel import continued
+
+SAMPLES: tl.constexpr = tl.constexpr(256)
+"""At how many key tiles a program looks at a time to find those that it visits."""
 
 
 @triton.jit
 def forward(
     Q, K, V, P, OUT, LSE,
     F: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, SORTED: tl.constexpr, Q_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
+    KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """Writes `OUT [B * SPLITS, T, N, Hv]` and `LSE [B * SPLITS, N, T]`: a partial result of each part of the keys.
 
     The query heads of a key head share tiles of `Q_TILE` rows: the first `F.group` rows are the first query in each of
     these heads, the next are the second query, and so on. The key tiles that a tile of queries sees are cut into
     `SPLITS` equal parts, of which each program takes one; the parts of a row of the batch are neighbours in the
-    results. `T` is a `visited_tiles.TableShape` without a list, `SORTED` and `AT_ONCE` are those of `_seen`.
+    results. `T` is a `visited_tiles.TableShape` without a list, `SORTED` that of `_seen`.
     """
     program = tl.program_id(0)
     # Heads are neighbours in memory, and so are the programs that read them.
@@ -47,12 +50,14 @@ def forward(
     wide_batch = batch.to(tl.int64)
     DIM_RAGGED: tl.constexpr = F.head_dim != DIM
     q_row = wide_batch * F.q_length * F.heads * F.head_dim + (rows * F.heads + head_number) * F.head_dim
-    q = vectors(Q + q_row[:, None] + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    q = vectors(
+        Q + q_row[:, None] + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
+    )
     k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (columns[None, :] * F.k_token + dims[:, None])
     v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
     v_pointers = V + v_first + (columns[:, None] * F.v_token + value_dims[None, :])
 
-    visited = _part(_seen(P, batch, queries, F, KV_TILE, SORTED, AT_ONCE), split, SPLITS)
+    visited = _part(_seen(P, batch, queries, F, KV_TILE, SORTED), split, SPLITS)
     acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
     top = tl.full([Q_TILE], -float("inf"), tl.float32)
     total = tl.zeros([Q_TILE], tl.float32)
@@ -71,12 +76,11 @@ def forward(
 
 
 @triton.jit
-def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.constexpr, AT_ONCE: tl.constexpr):
+def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.constexpr):
     """The key tiles `[lo, hi)` that a tile of queries sees, and those of them, `[full_lo, full_hi)`, that need no mask.
 
     Conservative, as `ringattn_core.contract.tiles.Tiles` is. `SORTED`: positions of keys do not decrease, so that the
-    first and the last key of a tile tell where it lies; otherwise every tile is seen and needs a mask. Looks at
-    `AT_ONCE` tiles at a time.
+    first and the last key of a tile tell where it lies; otherwise every tile is seen and needs a mask.
     """
     TILES: tl.constexpr = (F.kv_length + KV_TILE - 1) // KV_TILE
     WHOLE: tl.constexpr = F.kv_length // KV_TILE
@@ -89,27 +93,47 @@ def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.
     elif F.below or F.above:
         positions = P.kv_positions + batch * F.kv_positions_batch
         if F.below:
-            least_low = tl.min(queries.low)
-            most_low = tl.max(queries.low)
-            full_lo = hi * 0
+            lo = _tiles_before(positions, tl.min(queries.low), F.kv_length, KV_TILE, KV_TILE - 1, False)
+            full_lo = _tiles_before(positions, tl.max(queries.low), F.kv_length, KV_TILE, 0, False)
         if F.above:
-            least_high = tl.min(queries.high)
-            most_high = tl.max(queries.high)
-            hi = 0
-            full_hi = 0
-        for start in range(0, TILES, AT_ONCE):
-            tile = start + tl.arange(0, AT_ONCE)
-            inside = tile < TILES
-            first = tl.load(positions + tile * KV_TILE, mask=inside, other=0)
-            last = tl.load(positions + tl.minimum(tile * KV_TILE + (KV_TILE - 1), F.kv_length - 1), mask=inside, other=0)
-            if F.below:
-                lo += tl.sum((inside & (last < least_low)).to(tl.int32))
-                full_lo += tl.sum((inside & (first < most_low)).to(tl.int32))
-            if F.above:
-                hi += tl.sum((inside & (first <= most_high)).to(tl.int32))
-                full_hi += tl.sum((inside & (last <= least_high)).to(tl.int32))
-        full_hi = tl.minimum(full_hi, WHOLE)
+            hi = _tiles_before(positions, tl.max(queries.high), F.kv_length, KV_TILE, 0, True)
+            full_hi = _tiles_before(positions, tl.min(queries.high), F.kv_length, KV_TILE, KV_TILE - 1, True)
+            full_hi = tl.minimum(full_hi, WHOLE)
     return lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def _tiles_before(
+    positions, limit, LENGTH: tl.constexpr, KV_TILE: tl.constexpr, KEY: tl.constexpr, INCLUSIVE: tl.constexpr
+):
+    """How many key tiles have key number `KEY` of the tile at a position below `limit`, or at it if `INCLUSIVE`.
+
+    Positions do not decrease. Looks at `SAMPLES` tiles first if there are more, and then at the tiles between two of
+    them.
+    """
+    TILES: tl.constexpr = (LENGTH + KV_TILE - 1) // KV_TILE
+    STRIDE: tl.constexpr = (TILES + SAMPLES - 1) // SAMPLES
+    start = 0
+    if STRIDE > 1:
+        tile = tl.arange(0, SAMPLES) * STRIDE
+        found = _before(positions, limit, tile, tile < TILES, LENGTH, KV_TILE, KEY, INCLUSIVE)
+        start = tl.maximum(found - 1, 0) * STRIDE
+    WIDTH: tl.constexpr = STRIDE if STRIDE > 1 else TILES
+    number = tl.arange(0, triton.next_power_of_2(WIDTH))
+    tile = start + number
+    return start + _before(positions, limit, tile, (number < WIDTH) & (tile < TILES), LENGTH, KV_TILE, KEY, INCLUSIVE)
+
+
+@triton.jit
+def _before(
+    positions, limit, tile, inside, LENGTH: tl.constexpr, KV_TILE: tl.constexpr, KEY: tl.constexpr,
+    INCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """How many of the tiles with numbers `tile` are counted by `_tiles_before`; those not `inside` are not."""
+    key = tl.minimum(tile * KV_TILE + KEY, LENGTH - 1)
+    position = tl.load(positions + key, mask=inside, other=0)
+    before = position <= limit if INCLUSIVE else position < limit
+    return tl.sum((inside & before).to(tl.int32))
 
 
 @triton.jit
@@ -122,3 +146,38 @@ def _part(seen, split, SPLITS: tl.constexpr):
     full_from = tl.minimum(tl.maximum(full_lo, start), end)
     full_to = tl.minimum(tl.maximum(full_hi, full_from), end)
     return Visit(full_from - start + end - full_to, full_from, full_to, start, full_from - start, full_to, 0)
+
+
+@triton.jit
+def merge(
+    OUT_PARTS, LSE_PARTS, OUT, LSE,
+    F: tl.constexpr, SPLITS: tl.constexpr, PLACES: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Merges the `SPLITS` partial results that `forward` writes for a query of a head, one program for each.
+
+    `PLACES` is the least power of two that is at least `SPLITS`.
+    """
+    program = tl.program_id(0)
+    query = program // F.heads % F.q_length
+    head_number = program % F.heads
+    batch = (program // (F.heads * F.q_length)).to(tl.int64)
+    split = tl.arange(0, PLACES)
+    value_dims = tl.arange(0, VALUE_DIM)
+    part = batch * SPLITS + split
+    lse = tl.load(
+        LSE_PARTS + (part * F.heads + head_number) * F.q_length + query, mask=split < SPLITS, other=-float("inf")
+    )
+    inside = (split < SPLITS)[:, None] & (value_dims < F.value_dim)[None, :]
+    row = (part * F.q_length + query) * F.heads + head_number
+    out = tl.load(OUT_PARTS + row[:, None] * F.value_dim + value_dims[None, :], mask=inside, other=0.0)
+    top = tl.max(lse, 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    weights = tl.exp2((lse - base) * LOG2_E)
+    total = tl.sum(weights, 0)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = tl.sum(out * weights[:, None], 0) / divisor
+    at = (batch * F.q_length + query) * F.heads + head_number
+    tl.store(OUT + at * F.value_dim + value_dims, merged.to(OUT.dtype.element_ty), mask=value_dims < F.value_dim)
+    nothing = total == 0.0
+    found = tl.where(nothing, -float("inf"), base + tl.log2(divisor) / LOG2_E)
+    tl.store(LSE + (batch * F.heads + head_number) * F.q_length + query, found)

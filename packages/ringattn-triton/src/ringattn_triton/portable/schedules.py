@@ -52,26 +52,18 @@ _DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
 begins or ends."""
 
 
-def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
-    """The forward kernel's schedule: the device's default, except for sizes that the caller fixes in `params`."""
-    default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
+def forward(
+    constants: BlockConstants, itemsize: int, params: FwdParams, target: Target, default: Schedule | None = None
+) -> Schedule:
+    """The forward kernel's schedule: `default`, except for sizes that the caller fixes in `params`.
+
+    If `default` is `None`, the default of the device.
+    """
+    default = default or _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _chosen(default, constants, itemsize, params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
     sharing = _SHARED if _share(constants, itemsize, target) else 1
     return dataclasses.replace(schedule, in_registers=in_registers, sharing=sharing)
-
-
-def few_queries(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
-    """The schedule of the forward kernel for few queries; its tiles have a row for each query of each head of a group.
-
-    What bounds the kernel is how many bytes of keys and values are on their way from memory.
-    """
-    rows = padded_dim(constants.q_length * constants.group)
-    default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
-    if target == Target("cuda", 90) and itemsize == 2:
-        default = Schedule(rows, 128 if constants.largest_dim <= 64 else 64, 4, 3)
-    schedule = _chosen(default, constants, itemsize, params, target)
-    return dataclasses.replace(schedule, q_tile=rows)
 
 
 def _share(constants: BlockConstants, itemsize: int, target: Target) -> bool:
