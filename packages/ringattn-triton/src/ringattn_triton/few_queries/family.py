@@ -15,6 +15,7 @@ from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable import schedules
+from ..portable.backward import backward as backward
 from ..visited_tiles import TableShape
 from .forward_kernel import forward as forward_kernel
 from .forward_kernel import merge as merge_kernel

@@ -159,8 +159,8 @@ _FORWARD: Final = {
 }
 """The plans by head size of keys and of values (`padded_size`), and by whether there is a soft cap."""
 _SHORT: Final = ForwardPlan(2, 128, 2, False, 168, 240)
-"""The plan for heads of 64 in `short_rows`. With 12 heads, 128 rows of 512 tokens take 264 us with this plan, 275 with the
-usual one, and 356 in the portable kernel."""
+"""The plan for heads of 64 in `short_rows`. With 12 heads, 128 rows of 512 tokens take 264 us with this plan, 275 with
+the usual one, and 356 in the portable kernel."""
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
 _WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
