@@ -8,11 +8,16 @@ from typing import Any, Final, get_args
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core.config import BwdParams, FwdParams
-from ringattn_core.contract import packing
+from ringattn_core.contract import bits, packing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.visibility import intervals
+from ringattn_core.masks import Coordinates, Interval, Mask, Reach
+from ringattn_core.masks.builder import Built
 
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
+_SEEN: Final = ("causal", "sliding_window", "chunk_size", "kv_range", "masks", "mask_of_head", "mask")
+"""The options of a call that say what a query sees."""
 _OPTIONAL: Final = tuple(field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type))
 """The arrays of a block that only some calls have."""
 
@@ -24,7 +29,9 @@ def make_block(
 ) -> Block:  # fmt: skip
     """A block of random numbers; the keys have the indices from `offset` on.
 
-    `params` are the tile sizes of both passes. Other names are fields of `Rule` or of `Block`.
+    `params` are the tile sizes of both passes. `causal`, `sliding_window`, `chunk_size`, `kv_range`, `masks`,
+    `mask_of_head` and the dense `mask` say what a query sees, as in a call: they become `first`, `last` and bits. Other
+    names are fields of `Rule` or of `Block`.
     """
     draw, kv_heads, value_dim = np.random.default_rng(draw_seed), kv_heads or heads, value_dim or dim
     shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
@@ -37,11 +44,31 @@ def make_block(
         "q_positions": index, "kv_positions": kv_index, "q_index": index, "kv_index": kv_index,
         "batch_index": np.arange(batch, dtype=np.int32), "head_index": np.arange(heads, dtype=np.int32),
         **dict.fromkeys(_OPTIONAL),
-        **{name: x for name, x in fields.items() if name not in _OF_RULE},
+        **{name: x for name, x in fields.items() if name not in (*_OF_RULE, *_SEEN)},
     }  # fmt: skip
-    plain = (bool, tuple, type(None))
-    fields = {name: x if isinstance(x, plain) else jnp.asarray(x) for name, x in given.items()}
-    return Block(q=q, rule=rule, **fields)
+    plain = (bool, tuple, type(None), Reach)
+    given = {name: x if isinstance(x, plain) else jnp.asarray(x) for name, x in given.items()}
+    block = Block(q=q, rule=rule, **given)
+    return seeing(block, **{name: x for name, x in fields.items() if name in _SEEN})
+
+
+def seeing(
+    block: Block, causal: bool = False, sliding_window: Any = None, chunk_size: int | None = None, kv_range: Any = None,
+    masks: tuple[Mask, ...] = (), mask_of_head: tuple[int, ...] = (), mask: Any = None,
+) -> Block:  # fmt: skip
+    """The block in which queries see what these options of a call let them see. `kv_range` is a pair `[b, n, T]`."""
+    q, kv = Coordinates(block.q_positions, block.q_index), Coordinates(block.kv_positions, block.kv_index)
+    reach = Reach(causal, *(sliding_window or (None, None)), chunk_size)
+    natural = all(x is y or bool((x == y).all()) for x, y in (q, kv))
+    built = Built(masks, mask_of_head or (0,) * block.q.shape[2])
+    given = Interval(*(None if kv_range is None else jnp.asarray(end, jnp.int32) for end in kv_range or (None, None)))
+    sees = intervals(reach, built, given, q, block.head_index, natural)
+    of_head = jnp.asarray(built.of_head, jnp.int32)[block.head_index]
+    words, bits_of_head = bits.of_masks(sees.masks, of_head, None if mask is None else jnp.asarray(mask), q, kv)
+    return dataclasses.replace(
+        block, first=sees.first, last=sees.last, bits=words, bits_of_head=bits_of_head, reach=reach,
+        monotone=natural and sees.monotone,
+    )  # fmt: skip
 
 
 def random_ids(batch: int, length: int) -> np.ndarray:

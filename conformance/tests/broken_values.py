@@ -129,7 +129,7 @@ def dk_without_the_last_query(right: Any, block: Block, *arrays: Any) -> Any:
         last = block.but(
             **{"q_index": block.q_index[-1:], "q": block.q[:, -1:], "q_positions": block.q_positions[:, -1:]}
         )
-        for name in ("q_ids", "bias", "mask", "built", "kept"):
+        for name in ("q_ids", "bias", "mask", "built", "kept", "first", "last"):
             x, axis = getattr(block, name), 1 if name == "q_ids" else 2
             if x is not None and x.shape[axis] > 1:
                 last = last.but(**{name: np.take(x, [-1], axis)})

@@ -35,6 +35,8 @@ class Block:
     slopes: np.ndarray | None
     built: np.ndarray | None
     kept: np.ndarray | None
+    first: np.ndarray | None
+    last: np.ndarray | None
     causal: bool
     window: tuple[int | None, int | None] | None
     chunk: int | None
@@ -116,6 +118,8 @@ class Dense:
             found["chunk"] = chunk_from(block, at)
         if block.q_ids is not None and block.kv_ids is not None:
             found["ids"] = self.same(block, block.q_ids[:, None, :, None], block.kv_ids[:, None, None, :])
+        if block.first is not None and block.last is not None:
+            found["range"] = within(at, block.first, block.last)
         for name in ("mask", "built"):
             if (given := getattr(block, name)) is not None:
                 found[name] = given
@@ -185,6 +189,10 @@ def window(at: Pair, sides: Any) -> np.ndarray:
     return (j >= i - (2**40 if left is None else left)) & (j <= i + (2**40 if right is None else right))
 
 
+def within(at: Pair, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    return (first <= at[1]) & (at[1] <= last)
+
+
 def chunk_from(block: Block, at: Pair, start: int = 0) -> np.ndarray:
     i, j = at
     return ((i - start) // block.chunk == (j - start) // block.chunk) & (j <= i)
@@ -205,7 +213,16 @@ def summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return x.sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True)
 
 
-BY_ROW: Final = {"q": 1, "q_positions": 1, "q_ids": 1, "bias": 2, "mask": 2, "built": 2, "kept": 2}
+def bounds(given: Any, queries: int) -> np.ndarray:
+    """One side of a `kv_range` as `[b, n, T, 1]`."""
+    x = oracle.bound_of_queries(given)
+    x = x.reshape(*(1,) * (4 - x.ndim), *x.shape)
+    return np.broadcast_to(x, (*x.shape[:2], queries, 1))
+
+
+BY_ROW: Final = {
+    "q": 1, "q_positions": 1, "q_ids": 1, "first": 2, "last": 2, "bias": 2, "mask": 2, "built": 2, "kept": 2,
+}  # fmt: skip
 BY_KEY: Final = {"k": 1, "v": 1, "kv_positions": 1, "kv_ids": 1, "bias": 3, "mask": 3, "built": 3, "kept": 3}
 
 
@@ -224,6 +241,7 @@ def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
         None if problem.slopes is None else problem.slopes.astype(np.float64),
         None if case.masks_of_heads is None else case.masks_of_heads.dense(problem),
         oracle.kept(problem) if case.dropout else None,
+        *(None if x is None else bounds(x, case.q_length) for x in problem.kv_range or (None, None)),
         case.causal, window, case.chunk, case.soft_cap,
         case.head_dim**-0.5 if case.scale is None else case.scale,
         1 - oracle.keep_probability(problem), placement,

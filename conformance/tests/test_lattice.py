@@ -27,6 +27,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "chunk": {"chunk": None},
     "segments": {"q_segments": None, "kv_segments": None},
     "positions": {"q_positions": None, "kv_positions": None},
+    "ranges": {"kv_range": None},
     "soft_cap": {"soft_cap": None},
     "scale": {"scale": None},
     "sinks": {"sinks": None},

@@ -42,6 +42,12 @@ def test_equal_scores_average_the_values():
         ({"chunk": 2}, [1, 1.5]),
         ({"causal": True, "q_positions": np.array([2, -1])}, [7 / 3, 0]),
         ({"chunk": 2, "q_positions": np.array([-1, 3]), "kv_positions": np.array([-2, -1, 2])}, [1.5, 4]),
+        ({"kv_range": (1, 2)}, [3, 3]),
+        ({"kv_range": (2, 1)}, [0, 0]),
+        ({"kv_range": (-(2**31), np.array([0, 2**31 - 1]))}, [1, 7 / 3]),
+        ({"kv_range": (np.array([[1, 1]]), np.array([[1, 0]]))}, [2, 0]),
+        ({"kv_range": (np.array([[[0, 2]]]), 2), "causal": True}, [1, 0]),
+        ({"kv_range": (-4, np.array([-3, 9])), "kv_positions": np.array([-4, -3, 9])}, [1.5, 7 / 3]),
         ({"q_segments": np.array([[0, -1]]), "kv_segments": np.array([[0, -1, 0]])}, [2.5, 0]),
         *(
             ({"bias": np.array([[[[0, 0, low], [low] * 3]]])}, [1.5, 0])
@@ -60,6 +66,14 @@ def test_equal_scores_average_the_values():
 )
 def test_hand_computed_rows(options, expected):
     assert _rows(_tiny(**options)) == pytest.approx(expected)
+
+
+def test_a_range_of_two_axes_is_by_row_of_the_batch_and_one_of_three_by_row_and_head():
+    q, k, v = np.ones((2, 2, 3, 1)), np.zeros((2, 4, 3, 1)), np.ones((2, 4, 3, 1))
+    by_row, by_head = np.array([[0, 1], [2, 3]]), np.arange(3)[None, :, None]
+    seen = oracle.visible(Problem(q, k, v, kv_range=(by_head, by_row)))
+    assert seen.sum(-1).tolist() == [[[1, 2], [0, 1], [0, 0]], [[3, 4], [2, 3], [1, 2]]]
+    assert oracle.visible(Problem(q, k, v, kv_range=(0, np.array([0, 3])))).sum(-1).tolist() == [[[1, 4]] * 3] * 2
 
 
 def test_a_row_that_sees_nothing_is_zero_and_its_lse_is_that_of_its_sinks():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment ids, positions and masks, by the names that `cases.json` uses; each mask also in a version for the oracle."""
+"""Segment ids, positions, ranges and masks, by the names in `cases.json`; each mask also in a version for the oracle."""
 
 import dataclasses
 from collections.abc import Callable
@@ -172,6 +172,76 @@ def among_keys(batch: int, rows: int, columns: int) -> Pair:
     return np.arange(rows, dtype=np.int32) + np.int32(2 * columns // 3), np.arange(columns, dtype=np.int32)
 
 
+Range = tuple[Any, Any]
+"""The first and the last key position that each query sees: numbers, or arrays `[T]`, `[B, T]` or `[b, N, T]`."""
+DrawRange = Callable[[np.ndarray, np.ndarray, int, int], Range]
+"""A function of query positions `[b, T]`, key positions `[b, S]`, the rows of the batch and the heads."""
+LOWEST: Final = np.int32(-(2**31))
+HIGHEST: Final = np.int32(2**31 - 1)
+
+
+def _places(q: np.ndarray, kv: np.ndarray, batch: int) -> np.ndarray:
+    """How many keys of its row lie before each query's own position, `[B, T]`: its place among the keys."""
+    ordered = np.sort(kv, -1)
+    return np.stack([np.searchsorted(ordered[row % len(kv)], q[row % len(q)]) for row in range(batch)])
+
+
+def _positions_at(places: np.ndarray, kv: np.ndarray) -> np.ndarray:
+    """The positions of the keys at these places, `[B, T]` or `[B, N, T]`; beyond the ends, those of the end keys."""
+    places, ordered = np.clip(places, 0, kv.shape[1] - 1), np.sort(kv, -1)
+    return np.stack([ordered[row % len(kv)][of_row] for row, of_row in enumerate(places)]).astype(np.int32)
+
+
+def _where_empty(empty: np.ndarray, first: np.ndarray, last: np.ndarray) -> Range:
+    """The ranges with empty ones where `empty`: by turns the last key is just before the first, or far before it."""
+    far = np.arange(empty.shape[-1]) % 2 == 0
+    lowest, highest = (np.where(empty & far, x, y) for x, y in ((HIGHEST, first), (LOWEST, last)))
+    return lowest.astype(np.int32), np.where(empty & ~far, lowest.astype(np.int64) - 1, highest).astype(np.int32)
+
+
+def numbers(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
+    """Two numbers: no query of any row sees the first and the last eighth of the keys of the first row."""
+    ordered = np.sort(kv[0])
+    return int(ordered[ordered.size // 8]), int(ordered[-1 - ordered.size // 8])
+
+
+def spans(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
+    """A query sees the span of keys that it is in; of three unequal ones. `[T]` if all rows have the same positions."""
+    rows, ends = max(len(q), len(kv)), kv.shape[1] * np.array([0, 1, 4, 6]) // 6
+    span = np.searchsorted(ends[1:-1], np.minimum(_places(q, kv, rows), kv.shape[1] - 1), side="right")
+    first, last = (_positions_at(ends[span + side] - side, kv) for side in (0, 1))
+    return (first, last) if rows > 1 else (first[0], last[0])
+
+
+def prefixes(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
+    """Each row of the batch has a prefix that all its queries see, and later queries see all keys up to their own."""
+    lengths = kv.shape[1] * (2 + np.arange(batch)[:, None] % 3) // 6
+    return LOWEST, _positions_at(np.maximum(_places(q, kv, batch), lengths - 1), kv)
+
+
+def gaps(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
+    """Keys around each query, `[B, T]`, in every row others; each fifth query has an empty range."""
+    places, row, token = _places(q, kv, batch), np.arange(batch)[:, None], np.arange(q.shape[1])
+    first, last = (_positions_at(places + reach, kv) for reach in (-16 + 5 * (row % 3), 4 + 7 * (row % 2) + token % 3))
+    return _where_empty((token + row) % 5 == 2, first, last)
+
+
+def of_heads(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
+    """Keys around each query, `[b, N, T]`, for each head others; every third head has no bound on one side."""
+    places, head = _places(q, kv, max(len(q), len(kv)))[:, None], np.arange(heads)[:, None]
+    first, last = (_positions_at(places + reach, kv) for reach in (-5 - 6 * (head % 4), 19 - 5 * (head % 4)))
+    return np.where(head % 3 == 1, LOWEST, first), np.where(head % 6 == 2, HIGHEST, last)
+
+
+def of_rows_and_heads(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
+    """For each row of the batch and each head others, `[B, N, T]`, and some of them empty."""
+    places, token = _places(q, kv, batch)[:, None], np.arange(q.shape[1])
+    row, head = np.arange(batch)[:, None, None], np.arange(heads)[:, None]
+    before, after = 4 + (7 * head + 11 * row + token // 8) % 23, 3 + (5 * row + 9 * head + token // 5) % 17
+    first, last = _positions_at(places - before, kv), _positions_at(places + after, kv)
+    return _where_empty((token + 2 * row + head) % 11 == 4, first, last)
+
+
 Build = Callable[[int, int, int, int, int], Any]
 """A `mask_builder`: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`."""
 
@@ -226,6 +296,15 @@ def _scattered(i: Any, j: Any, head: int = 0) -> Any:
     return (i * 7 + j * 3) % 5 < 3
 
 
+OF_HEADS: Final = (masks.Predicate(_scattered), masks.Local(25, 11), masks.Causal() & ~masks.Local(2, 2))
+
+
+def _seen_by_thirds(i: Any, j: Any, head: int) -> Any:
+    """What heads see by turns: the masks of `OF_HEADS`, of which one is an interval."""
+    seen = _scattered(i, j), (j >= i - 25) & (j <= i + 11), (j <= i) & ((j < i - 2) | (j > i + 2))
+    return seen[head % 3]
+
+
 @dataclasses.dataclass(frozen=True)
 class Indexed:
     """Stands for a mask of another library: an object with only a shape and indexing as in NumPy."""
@@ -247,8 +326,13 @@ POSITIONS: Final[dict[str, Draw]] = {
     "restarting": restarting, "spread": spread, "extreme": extreme, "later-keys": later_keys, "at-the-end": at_the_end,
     "among-keys": among_keys,
 }  # fmt: skip
+RANGES: Final[dict[str, DrawRange]] = {
+    "numbers": numbers, "spans": spans, "prefixes": prefixes, "gaps": gaps, "of-heads": of_heads,
+    "of-rows-and-heads": of_rows_and_heads,
+}  # fmt: skip
 BUILDERS: Final = {
     "of-heads": Builder(_of_heads, _seen_by_heads),
+    "thirds": Builder(lambda q_len, kv_len, heads, head, reps: OF_HEADS[head % 3], _seen_by_thirds),
     "algebra": Builder(lambda *_: ALGEBRA, _seen_by_algebra),
     "predicate": Builder(lambda *_: masks.Predicate(_scattered), _scattered),
     "indexed": Builder(lambda q_len, kv_len, *_: Indexed((q_len, kv_len)), _scattered, by_index=True),

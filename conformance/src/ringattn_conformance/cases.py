@@ -13,7 +13,7 @@ import numpy as np
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
-from . import case_inputs
+from . import case_inputs, oracle
 from .case_inputs import Builder
 from .oracle import Answer, Problem, attend
 
@@ -28,11 +28,11 @@ KEYWORDS: Final = {
     "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
     "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
 }  # fmt: skip
-"""The arrays of a call, and their names in `ring_attention`."""
+"""The arrays of a call, and their names in `ring_attention`. It also has `first` and `last`, the two of `kv_range`."""
 FEATURES: Final = {
     "causal": Feature.CAUSAL, "window": Feature.SLIDING_WINDOW, "chunk": Feature.CHUNKED,
     "segments": Feature.SEGMENT_IDS, "positions": Feature.POSITIONS, "builder": Feature.MASK_BUILDER,
-    "dense_mask": Feature.ATTENTION_MASK,
+    "dense_mask": Feature.ATTENTION_MASK, "ranges": Feature.KEY_RANGE,
     "soft_cap": Feature.SOFT_CAP, "sinks": Feature.SINKS, "bias": Feature.BIAS, "slopes": Feature.ALIBI,
     "dropout": Feature.DROPOUT, "lse": Feature.RETURN_LSE, "max_logits": Feature.MAX_LOGITS,
     "fused_backward": Feature.FUSED_BACKWARD, "precision": Feature.PRECISION,
@@ -51,9 +51,9 @@ DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
 class Case:
     """The options of a call. Its arrays hold the same numbers for every ring size, layout and backend.
 
-    Lengths are those of whole sequences. `segments`, `positions` and `builder` are names in `case_inputs`. `bias` and
-    `dense_mask` name the axes among "BNT" that have full size: the other axes have size 1, but S is always full. The
-    bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared` (`[N + 1]`, every head has all), `head`
+    Lengths are those of whole sequences. `segments`, `positions`, `ranges` and `builder` are names in `case_inputs`.
+    `bias` and `dense_mask` name the axes among "BNT" that have full size: the other axes have size 1, but S is always
+    full. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared` (`[N + 1]`, every head has all), `head`
     (`[N]`), `each` (`[N, 2]`) or `closed` (as `each`, but -inf in the first head). `gain` multiplies the queries,
     `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes` ALiBi's slopes of about a
     quarter (0: no ALiBi). `bias_offset` is added to the bias. With `bias_fixed` the bias is not differentiated, and
@@ -81,6 +81,7 @@ class Case:
     scale: float | None = None
     segments: str | None = None
     positions: str | None = None
+    ranges: str | None = None
     builder: str | None = None
     dense_mask: str | None = None
     bias: str | None = None
@@ -192,6 +193,9 @@ class Case:
             slopes=self._slopes(rng),
             sinks=self._sinks(rng),
         )  # fmt: skip
+        if self.ranges:
+            drawn = case_inputs.RANGES[self.ranges](*oracle.positions(problem), self.batch, self.heads)
+            problem = dataclasses.replace(problem, kv_range=drawn)
         seen = dense
         if (builder := self.masks_of_heads) is not None:
             built = builder.dense(problem)
@@ -240,9 +244,16 @@ class Inputs:
     def fixed(self) -> dict[str, Any]:
         """The arrays of the call that are not differentiable."""
         seed = np.uint32(self.problem.seed) if self.problem.dropout else None
-        given = {"mask": self.dense_mask, "seed": seed}
+        first, last = self.problem.kv_range or (None, None)
+        given = {"mask": self.dense_mask, "seed": seed, "first": first, "last": last}
         given |= {name: getattr(self.problem, name) for name in KEYWORDS if name.endswith(("_segments", "_positions"))}
         return {name: x for name, x in given.items() if x is not None}
+
+
+def keywords(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a call as keyword arguments of `ring_attention`."""
+    found = {KEYWORDS[name]: x for name, x in arrays.items() if name in KEYWORDS}
+    return found | ({"kv_range": (arrays["first"], arrays["last"])} if "first" in arrays else {})
 
 
 def load(name: str) -> Any:

@@ -15,7 +15,9 @@ _FORBIDS: Final = -1e5
 class Problem:
     """One call on whole sequences in natural order, as NumPy arrays; a field at its default is not part of the call.
 
-    `seen` is a further boolean mask, broadcastable to `[B, N, T, S]`: True where the query may see the key.
+    `kv_range` is the first and the last position that each query sees, numbers or arrays `[T]`, `[B|1, T]` or
+    `[B|1, N|1, T]`. `seen` is a further boolean mask, broadcastable to `[B, N, T, S]`: True where the query may see the
+    key.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -28,6 +30,7 @@ class Problem:
     kv_segments: np.ndarray | None = None
     q_positions: np.ndarray | None = None
     kv_positions: np.ndarray | None = None
+    kv_range: tuple[Any, Any] | None = None
     seen: np.ndarray | None = None
     soft_cap: float | None = None
     scale: float | None = None
@@ -112,6 +115,12 @@ def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return np.atleast_2d(q), np.atleast_2d(kv)
 
 
+def bound_of_queries(bound: Any) -> np.ndarray:
+    """One side of a `kv_range`, broadcastable to `[B, N, T, 1]`."""
+    x = np.asarray(bound, np.int64)
+    return (x[:, None] if x.ndim == 2 else x)[..., None]
+
+
 def visible(problem: Problem) -> np.ndarray:
     """True where a query sees a key, `[B, N, T, S]`: every mask allows the pair, and no bias forbids it."""
     batch, rows, heads = problem.q.shape[:3]
@@ -128,6 +137,9 @@ def visible(problem: Problem) -> np.ndarray:
             seen &= j <= i + right
     if problem.chunk is not None:
         seen &= (i // problem.chunk == j // problem.chunk) & (j <= i)
+    if problem.kv_range is not None:
+        first, last = map(bound_of_queries, problem.kv_range)
+        seen &= (first <= j) & (j <= last)
     q_ids, kv_ids = problem.q_segments, problem.kv_segments
     if q_ids is not None and kv_ids is not None:
         of_query, of_key = q_ids[:, None, :, None], kv_ids[:, None, None, :]

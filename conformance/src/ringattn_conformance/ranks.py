@@ -19,7 +19,7 @@ from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
 from . import oracle
-from .cases import KEYWORDS, OF_GRADIENTS, OPERANDS, Case, Inputs
+from .cases import KEYWORDS, OF_GRADIENTS, OPERANDS, Case, Inputs, keywords
 
 RING: Final = "ring"
 DATA: Final = "data"
@@ -127,7 +127,8 @@ class Placed:
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The sharding of an array over the mesh; broadcast axes of length 1 are replicated."""
-        return ROLES.spec(KINDS[name], shape)
+        bound = arrays.KeyRange if len(shape) > 2 else arrays.QueryPositions
+        return ROLES.spec(bound if name in ("first", "last") else KINDS[name], shape)
 
     def axis_of_tokens(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The axis that the ring splits; `None` if the ring splits no axis of this array."""
@@ -138,7 +139,7 @@ class Placed:
         """One rank's call of `ring_attention`; `more` overrides its keyword arguments."""
         placement, case = self.placement, self.case
         options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
-        options |= {KEYWORDS[name]: x for name, x in (operands | fixed).items()}
+        options |= keywords(operands | fixed)
         if placement.layout != "contiguous":
             options["layout"] = placement.layout
         if placement.strategy != "ring":

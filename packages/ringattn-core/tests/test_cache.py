@@ -82,7 +82,7 @@ class TestDecoding:
 
         class Kernel:
             def forward(self, block: Any, partial: Any) -> Any:
-                assert block.rule.increasing  # so that it needs no list of the tiles to visit
+                assert block.monotone  # so that it needs no list of the tiles to visit
                 rows.append((block.q.shape, block.k.shape))
                 return XLA.forward(block, partial)
 
@@ -96,14 +96,14 @@ class TestDecoding:
                 agrees(got, expected(NEW, **options))
         assert rows == [((B, 2 * N // K, K, H), (B, S, K, H)), ((B, 2, N, H), (B, S, K, H))]
 
-    def test_a_kernel_for_few_queries_gets_them_as_they_are(self) -> None:
+    def test_a_kernel_for_few_queries_gets_them_as_they_are_and_begins_from_sinks(self) -> None:
         blocks = []
 
         class Kernel:
             few_queries = True
 
             def forward(self, block: Any, partial: Any) -> Any:
-                blocks.append((block.q.shape, block.k.shape, block.final))
+                blocks.append((block.q.shape, block.k.shape, block.final, partial is not None))
                 return XLA.forward(block, partial)
 
             def backward(self, *_: Any) -> Any:
@@ -114,7 +114,7 @@ class TestDecoding:
             for options in ({}, {"softmax_aux": SINKS}):
                 got = decode_attention(NEW, KEY, VALUE, LENGTHS, backend="mine", return_lse=True, **options)
                 agrees(got, expected(NEW, **options))
-        assert blocks == [((B, 2, N, H), (B, S, K, H), final) for final in (True, False)]
+        assert blocks == [((B, 2, N, H), (B, S, K, H), True, sinks) for sinks in (False, True)]
 
     def test_on_one_device_it_needs_no_mesh_and_takes_one_length_for_all_rows(self) -> None:
         out, lse = decode_attention(NEW[:, :1], KEY, VALUE, 9, return_lse=True)

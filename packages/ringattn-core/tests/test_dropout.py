@@ -24,7 +24,8 @@ def _block(probability: float = 0.3) -> Block:
         kv_index=jnp.arange(5, 5 + 3 * keys, 3, dtype=jnp.int32)[None],
         batch_index=jnp.array([4, 9], jnp.int32),
         head_index=jnp.array([1, 0, 6], jnp.int32),
-        q_segments=None, kv_segments=None, bias=None, mask=None, slopes=None,
+        q_segments=None, kv_segments=None, bias=None, slopes=None, first=None, last=None, bits=None,
+        bits_of_head=None,
         seed=jnp.array([3, 2**32 - 1], jnp.uint32),
         rule=Rule(1.0, dropout_prob=probability),
     )  # fmt: skip

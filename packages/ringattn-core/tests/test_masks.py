@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the mask algebra: which pairs and which tiles are visible, and the laws of sets."""
+"""Promises of the mask algebra: which pairs are visible, which masks are intervals, and the laws of sets."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from ringattn_core.masks import (
     Numpy,
     Predicate,
     Prefix,
-    same_segment,
 )
 from rings import close, mesh_of, query_key_value
 
@@ -36,7 +35,7 @@ def parity(i: Any, j: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Distant(Mask):
-    """A query sees keys at least `least` positions away: a mask of a caller's own, without `tiles`."""
+    """A query sees keys at least `least` positions away: a mask of a caller's own, without an interval."""
 
     least: int
 
@@ -125,25 +124,60 @@ class TestVisible:
         np.testing.assert_array_equal(seen(mask, elsewhere, elsewhere), seen(mask, where, where))
 
 
-class TestTiles:
-    @named([*BOUNDED, BY_INDEX[2], BY_INDEX[3]])
-    @pytest.mark.parametrize("sizes", [(1, 1), (4, 6), (24, 2)])
-    @pytest.mark.parametrize("offset", [0, 5, 24])
-    def test_they_are_exact_for_consecutive_positions(
-        self, mask: Mask, definition: Definition, sizes: tuple[int, int], offset: int
-    ) -> None:
-        q, kv = Coordinates(natural().positions + np.int32(offset), natural().index), natural()
-        some, every = mask.tiles(tiled(q, sizes[0]), tiled(kv, sizes[1]))
-        truth = by_tile(seen(mask, q, kv), *sizes)
-        np.testing.assert_array_equal(np.asarray(some)[0], truth.any((-2, -1)))
-        np.testing.assert_array_equal(np.asarray(every)[0], truth.all((-2, -1)))
+INTERVALS: list[tuple[Mask, Definition]] = [
+    *BOUNDED,
+    *COMPOUND[1:2],
+    (Document(np.arange(LENGTH) // 7), lambda i, j: i // 7 == j // 7),
+    (Document(np.arange(LENGTH) // 5 - 1), lambda i, j: i // 5 == j // 5 >= 1),
+    (Document(IDS, np.sort(KV_IDS)), lambda i, j: IDS[i] == np.sort(KV_IDS)[j] and IDS[i] >= 0),
+    (
+        Document([4, 9, 2] * 8, [2] * 8 + [-1] * 9 + [4] * 7),
+        lambda i, j: i % 3 == (2 if j < 8 else 0 if j >= 17 else 9),
+    ),
+    (Causal() & Local(3, None), lambda i, j: i - 3 <= j <= i),
+    (Prefix(9) & Local(4, 4), lambda i, j: j < 9 and abs(i - j) <= 4),
+    (Local(2, 0) | Document(np.arange(LENGTH) // 6), lambda i, j: i - 2 <= j <= i or i // 6 == j // 6),
+    (Causal() & (Local(5, 0) | Chunked(12)), lambda i, j: j <= i and (i - 5 <= j or i // 12 == j // 12)),
+    (~Causal(), lambda i, j: j > i),
+    (~Prefix(7) & Causal(2), lambda i, j: 7 <= j <= i + 2),
+    (~Local(None, 3) | ~Causal(9), lambda i, j: j > i + 3 or j > i + 9),
+]
 
-    def test_a_compound_is_bounded_where_all_its_parts_are(self) -> None:
-        assert (Causal() & ~Local(1, 1) | Document(IDS)).bounded
-        for loose in (Numpy(DENSE), Predicate(parity)):
-            assert not (Causal() & loose).bounded
-            assert not (loose | Causal()).bounded
-            assert not (~loose).bounded
+
+class TestIntervals:
+    @named(INTERVALS)
+    def test_an_interval_is_the_mask(self, mask: Mask, definition: Definition) -> None:
+        where = on_device(natural())
+        interval = mask.interval(where, True)
+        assert interval is not None
+        first, last = ((None if x is None else np.asarray(x)[:, None]) for x in interval)
+        got = np.ones((LENGTH, LENGTH), bool)
+        got &= True if first is None else np.arange(LENGTH) >= first
+        got &= True if last is None else np.arange(LENGTH) <= last
+        np.testing.assert_array_equal(got, [[bool(definition(i, j)) for j in range(LENGTH)] for i in range(LENGTH)])
+
+    @named(INTERVALS + EVERY)
+    def test_what_a_mask_says_of_itself_is_true(self, mask: Mask, definition: Definition) -> None:
+        where = on_device(natural())
+        pairs = np.array([[bool(definition(i, j)) for j in range(LENGTH)] for i in range(LENGTH)])
+        assert pairs.diagonal().all() or not mask.contains_own
+        low, high = mask.reach.bounds(natural().positions[:, None])
+        reached = np.ones((LENGTH, LENGTH), bool) & (True if low is None else np.arange(LENGTH) >= low)
+        assert not (pairs & ~(reached & (True if high is None else np.arange(LENGTH) <= high))).any()
+        if mask.monotone:
+            interval = mask.interval(where, True)
+            assert interval is not None
+            assert all(x is None or (np.diff(np.asarray(x)) >= 0).all() for x in interval)
+
+    def test_masks_that_no_two_positions_bound_have_no_interval(self) -> None:
+        where = on_device(natural())
+        loose = [
+            Document(IDS), Numpy(DENSE), Predicate(parity), Distant(2), ~Local(3, 3), Prefix(3) | Local(1, 0),
+            Causal() & Numpy(DENSE), Causal() | Predicate(parity), ~Document(np.arange(LENGTH) // 7), ~Full(),
+            Chunked(4) | ~Causal(),
+        ]  # fmt: skip
+        assert [mask.interval(where, True) for mask in loose] == [None] * len(loose)
+        assert Document(np.arange(LENGTH) // 7).interval(where, False) is None
 
     @pytest.mark.parametrize("mask", [~Distant(3), Causal() & Distant(4)], ids=repr)
     def test_a_ring_takes_masks_of_the_callers_own_classes(self, mask: Mask) -> None:
@@ -151,12 +185,6 @@ class TestTiles:
         dense = jnp.asarray(seen(mask, natural(), natural()))[None, None]
         got = ring_attention(*operands, mask_builder=lambda *_: mask, **ring)
         close(got, ring_attention(*operands, attention_mask=dense))
-
-    def test_segments_that_meet_in_one_id_may_see_each_other(self) -> None:
-        q, kv = np.array([[[0, 0], [1, 2], [-1, -1]]]), np.array([[[0, 0], [2, 3], [-1, -1]]])
-        some, every = same_segment(q, kv)
-        np.testing.assert_array_equal(some[0], [[1, 0, 0], [0, 1, 0], [0, 0, 0]])
-        np.testing.assert_array_equal(every[0], [[1, 0, 0], [0, 0, 0], [0, 0, 0]])
 
 
 class TestIdentity:
@@ -186,9 +214,10 @@ class TestIdentity:
 
 
 @pytest.mark.parametrize("offset", [2**31 - 1, 2**31 - 32, -(2**31), -(2**30)])
-def test_tiles_of_the_farthest_offsets_are_what_is_visible(offset: int) -> None:
-    mask, where = Causal(offset), Coordinates(np.arange(64, dtype=np.int32), np.arange(64, dtype=np.int32))
-    tiles = Coordinates(*(x.reshape(1, -1, 16) for x in where))
-    some, every = mask.tiles(tiles, tiles)
+def test_the_farthest_offsets_do_not_wrap(offset: int) -> None:
+    mask, where = Causal(offset), natural(64)
+    first, last = mask.interval(on_device(where), True) or (None, None)
     visible = np.asarray(mask.visible(where.rows(), where.columns()))
-    assert (np.asarray(some) == visible.any()).all() and (np.asarray(every) == visible.all()).all()
+    np.testing.assert_array_equal(visible, np.arange(64) <= np.arange(64)[:, None] + offset)
+    assert first is None and last is not None
+    np.testing.assert_array_equal(visible, np.arange(64) <= np.asarray(last)[:, None])

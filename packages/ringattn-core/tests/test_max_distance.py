@@ -67,7 +67,7 @@ def rows(layout: str, **options: Any) -> dict[int, tuple[int, int]]:
     """The rows that each hop of a ring of four sends, by how far they travel; ids and positions are not known."""
     options = {"q_segment_ids": IDS, "max_distance": FARTHEST} | options
     call = validated(QUERY, KEY, VALUE, layout=layout, ranks=1, **options)
-    return rows_seen(call.rule_of_hops, Shards(layout, 4), (T // 4, T // 4))
+    return rows_seen(call.reach_of_hops, Shards(layout, 4), (T // 4, T // 4))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from ringattn_core import ring_attention, to_layout
-from ringattn_core.contract.merge import merge, merged_over, with_sinks
+from ringattn_core.contract.merge import merge, merged_over
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.errors import InputError
 from rings import close, differentiated, graded, in_order_of, mesh_of, query_key_value
@@ -141,11 +141,22 @@ class TestMonoid:
 
 
 class TestBeyondTheMonoid:
-    def test_without_sinks_nothing_changes(self) -> None:
-        x = partial(0.5)
-        jax.tree.map(np.testing.assert_array_equal, with_sinks(x, None), x)
-        jax.tree.map(np.testing.assert_array_equal, with_sinks(x, jnp.full((N, 2), -INF)), x)
-        jax.tree.map(np.testing.assert_array_equal, with_sinks(identity(), jnp.full((N, 2), -INF)), identity())
+    def test_a_part_without_output_is_a_part_of_zeros_bit_for_bit(self) -> None:
+        lse = jnp.asarray(np.random.default_rng(3).standard_normal((B, N, T)), jnp.float32).at[0, 0, 0].set(-INF)
+        for x in (partial(0.5), identity()):
+            wanted = merge(x, Partial(jnp.zeros_like(x.out), lse))
+            for a, b in ((x, Partial(None, lse)), (Partial(None, lse), x)):
+                jax.tree.map(np.testing.assert_array_equal, merge(a, b), wanted)
+
+    def test_two_parts_without_output_have_none_together(self) -> None:
+        lse = jnp.zeros((B, N, T))
+        merged = merge(Partial(None, lse), Partial(None, lse))
+        assert merged.out is None
+        np.testing.assert_allclose(merged.lse, np.log(2), rtol=1e-6)
+
+    def test_a_part_of_no_weight_changes_no_bit(self) -> None:
+        for x in (partial(0.5), identity()):
+            jax.tree.map(np.testing.assert_array_equal, merge(x, Partial(None, identity().lse)), x)
 
     @pytest.mark.parametrize("name", ["out", "lse"])
     def test_integers_are_refused(self, name: str) -> None:
@@ -158,3 +169,5 @@ class TestBeyondTheMonoid:
         x = partial(0.5)
         with pytest.raises(InputError, match=r"b: has out .*, lse .*, max_logits \(3,\)"):
             merge(x, Partial(x.out, x.lse, jnp.zeros(3)))
+        with pytest.raises(InputError, match=r"b: has lse \(2, 3\)"):
+            merge(x, Partial(None, x.lse[:, 0]))

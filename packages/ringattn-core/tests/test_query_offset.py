@@ -76,7 +76,7 @@ def test_keys_may_have_positions_of_their_own() -> None:
     wanted = ring_attention(QUERY, KEY[:, ::-1], VALUE[:, ::-1], causal=True, query_offset=20)
     close(got, wanted)
     square = validated(QUERY, KEY[:, :T], VALUE[:, :T], query_offset=20, kv_positions=where[:T])
-    assert square.q_positions is None and not square.rule.increasing
+    assert square.q_positions is None and not square.natural
 
 
 def test_a_vmapped_offset_is_that_of_each_example() -> None:

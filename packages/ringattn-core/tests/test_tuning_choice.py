@@ -246,7 +246,7 @@ class TestUnderATrace:
         )  # fmt: skip
         jax.jit(inside)(x)
         (problem,) = mine.tunings
-        assert (problem.batch, problem.q_length, problem.ranks, problem.call.layout) == (1, 4, 2, "zigzag")
+        assert (problem.batch, problem.q_length, problem.ranks, problem.call.placement.layout) == (1, 4, 2, "zigzag")
 
     def test_a_compiled_call_over_a_mesh_gets_what_is_tuned_later(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch

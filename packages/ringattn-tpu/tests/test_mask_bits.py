@@ -1,49 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that no kernel computes arrive bit by bit, and rows and heads that see the same share their bits."""
+"""Only masks that no range of keys describes take bits; a kernel reads each set of bits from one array."""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_blocks import random_mask as dense_mask
-from ringattn_core.contract.protocol import Block
-from ringattn_core.masks import Numpy
+from jax.extend.core import jaxprs_in_params
+from ringattn_core import masks, ring_attention
+from ringattn_core.contract.bits import WORD, unpacked
 from ringattn_tpu import mask_bits
-from tpu_blocks import make_block
+
+LENGTH = 2**16
 
 
-def masks_of_heads(q_length: int, kv_length: int) -> dict:
-    return {"masks": tuple(Numpy(part) for part in dense_mask(2, q_length, kv_length)), "mask_of_head": (1, 0, 0, 1)}
+def words(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(2).integers(0, 2**32, shape, np.uint32))
 
 
-MASKS = {
-    "dense": lambda t, s: {"mask": dense_mask(1, 1, t, s)},
-    "dense of rows": lambda t, s: {"mask": dense_mask(2, 1, t, s)},
-    "dense of heads": lambda t, s: {"mask": dense_mask(1, 4, t, s)},
-    "of the algebra": lambda t, s: {"masks": (Numpy(dense_mask(t, s)),), "mask_of_head": (0, 0, 0, 0)},
-    "of heads": masks_of_heads,
-    "of heads and dense": lambda t, s: {**masks_of_heads(t, s), "mask": dense_mask(2, 4, t, s)},
-}
-
-
-def block_of(mask: str, q_length: int = 768, kv_length: int = 256) -> Block:
-    return make_block(q_length=q_length, kv_length=kv_length, heads=4, **MASKS[mask](q_length, kv_length))
-
-
-@pytest.mark.parametrize(
-    ("mask", "rows", "heads"),
-    [("dense", 1, 1), ("dense of rows", 2, 1), ("dense of heads", 1, 4), ("of the algebra", 1, 1), ("of heads", 1, 4),
-     ("of heads and dense", 2, 4)],
-)  # fmt: skip
-def test_rows_and_heads_that_see_the_same_share_their_bits(mask: str, rows: int, heads: int):
-    assert mask_bits.of(block_of(mask), False, 256).shape == (rows, heads, 768 // 32, 256)
+@pytest.mark.parametrize(("tile", "rows_of_word"), [(128, 16), (256, 32), (384, 16)])
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_a_word_holds_consecutive_rows_of_the_tile_that_a_kernel_keeps(by_keys: bool, tile: int, rows_of_word: int):
+    given = words(2, 3, 2 * tile, 2 * tile // WORD)
+    found = mask_bits.laid_out(given, by_keys, tile)
+    assert mask_bits.bits(tile) == rows_of_word and found.shape == (2, 3, 2 * tile // rows_of_word, 2 * tile)
+    bit = np.arange(rows_of_word)[:, None]
+    rows = ((np.asarray(found)[:, :, :, None] >> bit) & 1).reshape(2, 3, 2 * tile, 2 * tile)
+    want = unpacked(given, 2 * tile)
+    np.testing.assert_array_equal(rows, jnp.swapaxes(want, 2, 3) if by_keys else want)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_bits_are_made_without_a_truth_value_for_each_pair(by_keys: bool, monkeypatch: pytest.MonkeyPatch):
-    block = block_of("of heads", 1024, 1024)
-    whole = mask_bits.of(block, by_keys, 256)
-    monkeypatch.setattr(mask_bits, "PAIRS_AT_ONCE", 2**15)
-    made = jax.jit(lambda block: mask_bits.of(block, by_keys, 256)).lower(block).compile()
-    np.testing.assert_array_equal(made(block), whole)
+def test_words_are_laid_out_without_an_array_of_single_bits(by_keys: bool):
+    shape = jax.ShapeDtypeStruct((1, 1, 2048, 2048 // WORD), jnp.uint32)
+    made = jax.jit(lambda words: mask_bits.laid_out(words, by_keys, 256)).lower(shape).compile()
     held = made.memory_analysis()
-    assert held is not None and held.temp_size_in_bytes < 4 * 1024 * 1024 / 2
+    assert held is not None and held.temp_size_in_bytes < 2048 * 2048 / 2
+
+
+def largest(jaxpr: Any) -> int:
+    """The number of elements of the largest array in a program, with all programs inside it."""
+    sizes = [x.aval.size for equation in jaxpr.eqns for x in equation.outvars]
+    inner = [jaxpr for equation in jaxpr.eqns for jaxpr in jaxprs_in_params(equation.params)]
+    return max([0, *sizes, *map(largest, inner)])
+
+
+def largest_of_gradients(mask: masks.Mask) -> int:
+    """The number of elements of the largest array in a call with this mask, and its gradients, over 64k tokens."""
+    tokens = jax.ShapeDtypeStruct((1, LENGTH, 1, 8), jnp.bfloat16)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return ring_attention(q, k, v, mask_builder=lambda *_: mask, backend="tpu").astype(jnp.float32).sum()
+
+    return largest(jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(*[tokens] * 3).jaxpr)
+
+
+INTERVALS = {
+    "a causal window": masks.Causal() & masks.Local(4096, 0),
+    "a prefix": masks.Prefix(1000) | masks.Causal(),
+    "documents": masks.Document(np.arange(LENGTH) // 5000),
+}
+
+
+@pytest.mark.parametrize("mask", INTERVALS)
+def test_a_mask_of_intervals_takes_no_array_of_the_square(mask: str):
+    assert largest_of_gradients(INTERVALS[mask]) < LENGTH * 64
+
+
+def test_a_mask_that_is_no_interval_takes_a_bit_a_pair():
+    assert largest_of_gradients(masks.Predicate(lambda q, kv: (q - kv) % 2 == 0)) >= LENGTH * LENGTH // WORD

@@ -14,9 +14,10 @@ import ringattn_tpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_mesh
+from ringattn_core.contract.bits import words_of
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.rule import Rule
-from ringattn_core.masks import Local
+from ringattn_core.masks import Reach
 from ringattn_tpu.block import KERNEL
 
 CHIPS: Final = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
@@ -50,7 +51,9 @@ def _tokens(mesh: Mesh, length: int, heads: int) -> jax.ShapeDtypeStruct:
 
 def block(devices: Sequence[Any], length: int, heads: int) -> Program:
     """A causal block in bfloat16 on one device, forward and backward."""
-    return _both(_block(devices[0], (1, length, heads, 128), Rule(softmax_scale=128**-0.5, causal=True)))
+    last = _on(devices[0])(1, 1, length)
+    rule = Rule(softmax_scale=128**-0.5)
+    return _both(_block(devices[0], (1, length, heads, 128), rule, last=last, reach=Reach(causal=True), monotone=True))
 
 
 def serial(devices: Sequence[Any], length: int, heads: int) -> Program:
@@ -74,24 +77,18 @@ def everything(
     """
     put = _on(devices[0])
     batch, heads, dim, value_dim = 2, 4, 40, 24
-    rule = Rule(
-        softmax_scale=dim**-0.5,
-        causal=True,
-        sliding_window=(900, 20),
-        chunk_size=1500,
-        logits_soft_cap=30.0,
-        dropout_prob=dropout,
-        masks=(Local(100, 100), Local(500, 0)),
-        mask_of_head=(0, 1, 0, 1),
-        increasing=False,
-    )
+    rule = Rule(softmax_scale=dim**-0.5, logits_soft_cap=30.0, dropout_prob=dropout)
     extra = {
+        "first": put(batch, heads, length),
+        "last": put(batch, heads, length),
         "q_segments": put(batch, length),
         "kv_segments": put(batch, length),
         "bias": put(*((1, 1, 1) if broadcast else (batch, heads, length)), length, dtype=dtype),
-        "mask": put(1, heads, length, length, dtype=jnp.bool_),
+        "bits": put(1, 2, length, words_of(length), dtype=jnp.uint32),
+        "bits_of_head": put(heads),
         "slopes": put(1, heads, dtype=jnp.float32),
         "seed": put(batch, dtype=jnp.uint32) if dropout else None,
+        "reach": Reach(left=900, right=20),
     }
     sizes = {"kv_heads": 2 if broadcast else heads, "value_dim": value_dim, "dtype": dtype}
     return _both(_block(devices[0], (batch, length, heads, dim), rule, **sizes, **extra))
@@ -119,7 +116,7 @@ def _block(
     batch, length, heads, dim = q_shape
     kv_heads, value_dim = kv_heads or heads, value_dim or dim
     pair = (2, batch, length, kv_heads, dim)
-    either = {"q_segments": None, "kv_segments": None, "bias": None, "mask": None, "slopes": None, "seed": None}
+    optional = ("first", "last", "q_segments", "kv_segments", "bias", "bits", "bits_of_head", "slopes", "seed")
     return Block(
         q=put(*q_shape, dtype=dtype),
         kv=put(*(pair if value_dim == dim else (batch, length, kv_heads, dim + value_dim)), dtype=dtype),
@@ -130,7 +127,7 @@ def _block(
         batch_index=put(batch),
         head_index=put(heads),
         rule=rule,
-        **(either | fields),
+        **(dict.fromkeys(optional) | fields),
     )
 
 

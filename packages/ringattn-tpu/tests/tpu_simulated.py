@@ -22,14 +22,17 @@ from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
 from ringattn_tpu.steps import steps
 from ringattn_xla.block import KERNEL as REFERENCE
-from tpu_blocks import make_block
+from tpu_blocks import make_block, ranges
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "nothing visible": {"causal": True, "offset": 512},
+    "sinks and nothing visible": {"causal": True, "offset": 512, "sinks": True},
     "documents that differ by row": {"batch": 2, "documents": True, "kv_heads": 1},
     "slopes, in two passes": {"causal": True, "slopes": True},
     "bias that all share": {"batch": 2, "bias": (1, 1, 1)},
-    "dense mask and dropout": {"mask": True, "dropout_prob": 0.2},
+    "bits of heads and dropout": {"mask": True, "dropout_prob": 0.2},
+    "ranges of heads": {"kv_range": True},
+    "sinks, bits and dropout": {"mask": True, "dropout_prob": 0.2, "sinks": True},
 }
 FAULTS: Final = ("none", "a copy is read before it is there", "two heads write one place")
 
@@ -60,13 +63,15 @@ def _case(name: str) -> dict[str, Any]:
     """Whether any launch raced, and how far each result is from that of the backend `xla`, over its largest element."""
     options: dict[str, Any] = dict(CASES[name])
     length, heads = 256, 2
-    batch = options.pop("batch", 1)
+    batch, sinks = options.pop("batch", 1), options.pop("sinks", False)
     if options.pop("documents", False):
         options["q_segments"] = options["kv_segments"] = random_ids(batch, length)
     if options.pop("slopes", False):
         options["slopes"] = np.float32([[0.5, 0.1]])
     if "bias" in options:
         options["bias"] = np.random.default_rng(5).normal(size=(*options["bias"], length)).astype(np.float32)
+    if options.pop("kv_range", False):
+        options["kv_range"] = ranges(batch, heads, length, length)
     if options.pop("mask", False):
         options |= {"mask": dense_mask(1, heads, length, length), "seed": np.uint32([3])}
     options["kv_positions"] = np.arange(length, dtype=np.int32)[None] + options.pop("offset", 0)
@@ -75,12 +80,13 @@ def _case(name: str) -> dict[str, Any]:
     draw = np.random.default_rng(1)
     out, dq, dout = (jnp.asarray(draw.normal(size=block.q.shape), jnp.float32) for _ in range(3))
     lse, delta = (jnp.asarray(draw.normal(size=(batch, heads, length)), jnp.float32) for _ in range(2))
-    final = jax.jit(REFERENCE.forward)(block, Partial(out, lse))
+    before = Partial(None if sinks else out, lse)
+    final = jax.jit(REFERENCE.forward)(block, before)
     raced = False
 
     def results(kernel: Any) -> dict[str, Any]:
         nonlocal raced
-        partial = jax.block_until_ready(kernel.forward(block, Partial(out, lse)))
+        partial = jax.block_until_ready(kernel.forward(block, before))
         raced |= kernel is KERNEL and _raced()
         gradients = jax.block_until_ready(kernel.backward(block, dout, final.lse, delta, dq))
         raced |= kernel is KERNEL and _raced()

@@ -57,6 +57,22 @@ def scattered(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-9, shape[-1], shape).astype(np.int32)
 
 
+def ranges(batch: int, heads: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last positions `[batch, heads, length]` at random; some ranges are empty."""
+    ends = np.random.default_rng(length).integers(-9, length, (2, batch, heads, length)).astype(np.int32)
+    first, last = np.minimum(*ends), np.maximum(*ends)
+    last[..., ::7] = first[..., ::7] - 1
+    return first, last
+
+
+def documents(batch: int, length: int, size: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last position of the document of each query; documents of other rows begin elsewhere."""
+    index = np.arange(length, dtype=np.int32)
+    rows = np.arange(batch, dtype=np.int32)[:, None, None]
+    first = (index + 9 * rows) // size * size - 9 * rows
+    return first, first + size - 1
+
+
 OPTIONS: dict[str, Any] = {
     "plain": lambda t, s: {},
     "causal": lambda t, s: {"causal": True},
@@ -66,8 +82,20 @@ OPTIONS: dict[str, Any] = {
     "dense mask": lambda t, s: {"mask": dense_mask(2, 1, t, s)},
     "padding": lambda t, s: {"padded": True, "kv_index": np.where(np.arange(s) % 3 == 1, -1, np.arange(s))[None]},
     "positions": lambda t, s: {
-        "causal": True, "increasing": False, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
+        "causal": True, "q_positions": scattered(5, 2, t), "kv_positions": scattered(6, 2, s),
     },
+    "range": lambda t, s: {"kv_range": ranges(1, 1, t)},
+    "ranges of rows": lambda t, s: {"kv_range": ranges(2, 1, t), "causal": True, "sliding_window": (90, None)},
+    "ranges of heads": lambda t, s: {"kv_range": ranges(2, 4, t)},
+    "ranges of heads of all rows": lambda t, s: {"kv_range": ranges(1, 4, t), "causal": True},
+    "ranges of heads in segments": lambda t, s: {
+        "kv_range": ranges(2, 4, t), "q_segments": ids(2, t), "kv_segments": ids(2, s),
+    },
+    "ranges of heads in segments with dropout": lambda t, s: {
+        "kv_range": ranges(2, 4, t), "q_segments": ids(2, t), "kv_segments": ids(2, s),
+        "dropout_prob": 0.3, "seed": SEEDS,
+    },
+    "documents as ranges": lambda t, s: {"kv_range": documents(2, t), "causal": True},
     "mask of the algebra": lambda t, s: {"masks": (Causal() | Prefix(9),)},
     "masks of heads": _masks,
     "both kinds of masks": lambda t, s: {**_masks(t, s), "mask": dense_mask(2, 4, t, s), "causal": True},
@@ -88,6 +116,8 @@ OPTIONS: dict[str, Any] = {
     },
 }  # fmt: skip
 """What a block of so many queries and keys, two batch rows and four heads may be asked for."""
+RANGES = ("range", "ranges of rows", "ranges of heads", "ranges of heads of all rows", "documents as ranges")
+"""The options in which the caller says which positions each query sees."""
 
 
 def with_option(option: str, q_length: int, kv_length: int, **fields: Any) -> Block:

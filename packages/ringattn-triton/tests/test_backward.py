@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from compile_reports import launches
-from given_blocks import make_block, mask_in_tiles, near, with_option
+from given_blocks import RANGES, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.errors import InputError
@@ -62,6 +62,11 @@ def check(block: Block, case: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 32)], ids=str)
 def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, int]) -> None:
     check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
+
+
+@pytest.mark.parametrize("option", RANGES)
+def test_ranges_of_positions_are_kept_to(option: str) -> None:
+    check(with_option(option, 70, 61), option)
 
 
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
@@ -118,7 +123,7 @@ def test_final_gradients_have_the_dtypes_of_the_inputs_and_others_float32(option
         np.testing.assert_array_equal(getattr(final, name), jnp.asarray(want).astype(dtype), name)
 
 
-@pytest.mark.parametrize("option", ["causal", "segments"])
+@pytest.mark.parametrize("option", ["documents as ranges", "segments"])
 def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = with_option(option, 40, 52, dim=24, dtype=jnp.bfloat16, tiles=(32, 64))
     block = dataclasses.replace(block, kv=block.kv.at[0, 0, 30].multiply(1e-5))
@@ -149,10 +154,10 @@ def test_a_schedule_that_no_kernel_has_is_refused(params: dict[str, Any], said: 
 
 @pytest.mark.parametrize("schedule", [schedules.backward_keys, schedules.backward_queries])
 def test_a_schedule_that_does_not_fit_the_device_is_refused_with_its_limit(schedule: Any) -> None:
-    facts = kernel_inputs.of_block(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16)).constants
     asked = BwdParams(q_blocksize=128, kv_blocksize=128, num_stages=4)
+    block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, bwd_params=asked)
     with pytest.raises(InputError, match=r"needs 262144 bytes of shared memory and the device has 232448.*default is"):
-        schedule(facts, 2, asked, Target("cuda", 90))
+        schedule(block, kernel_inputs.of_block(block).constants, Target("cuda", 90))
 
 
 def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
@@ -160,8 +165,8 @@ def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
     params = BwdParams(q_blocksize=16, kv_blocksize=32, num_warps=4, num_stages=3, extra=own)
     block = with_option("all at once", 70, 50, bwd_params=params)
     facts, target = kernel_inputs.of_block(block).constants, Target("cuda", 90)
-    assert schedules.backward_keys(facts, 4, params, target) == Schedule(16, 32, 4, 3, in_registers=False)
-    assert schedules.backward_queries(facts, 4, params, target) == Schedule(64, 32, 2, 1, in_registers=False)
+    assert schedules.backward_keys(block, facts, target) == Schedule(16, 32, 4, 3, in_registers=False)
+    assert schedules.backward_queries(block, facts, target) == Schedule(64, 32, 2, 1, in_registers=False)
     check(block, "two schedules")
 
 

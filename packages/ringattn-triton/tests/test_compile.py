@@ -5,10 +5,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
-from given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block
+from given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block, ranges
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.contract.tiles import Tiles
@@ -48,7 +49,7 @@ def alone(block):
 def everything(dtype, head_dim):
     """A block of a ragged length whose scores depend on all that they can depend on."""
     length = LENGTH - 24
-    rule = {"causal": True, "sliding_window": (300, 20), "logits_soft_cap": 30.0, "increasing": False}
+    rule = {"causal": True, "sliding_window": (300, 20), "logits_soft_cap": 30.0}
     rule |= {"masks": (Local(100, 100),), "mask_of_head": (0,) * HEADS, "dropout_prob": 0.1, "seed": SEEDS[:1]}
     segments = dict.fromkeys(("q_segments", "kv_segments"), ids(1, length))
     scores = {"bias": half_bias(1, HEADS, length, length), "slopes": SLOPES, "mask": dense_mask(1, 1, length, length)}
@@ -70,12 +71,20 @@ def traced(block):
     return jax.jit(both).trace(block, partial, dout, lse, lse, dq)
 
 
-def reports(block, target, monkeypatch) -> list[Report]:
+def from_sinks(block):
+    """The forward program of a block that begins from sinks, traced anew."""
+    batch, length, heads, _ = block.q.shape
+    lse = shape(batch, heads, length, dtype=jnp.float32)
+    sinks = Partial(None, lse, lse if block.rule.return_max_logits else None)
+    return jax.jit(lambda block, sinks: KERNEL.forward(block, sinks)).trace(block, sinks)
+
+
+def reports(block, target, monkeypatch, trace=traced) -> list[Report]:
     if target in ROCM:
         monkeypatch.setattr(block_kernel, "target", lambda: Target("rocm"))
-        return of_traced(traced(block), target)
+        return of_traced(trace(block), target)
     with compiling_for(target):
-        return of_traced(traced(block), target)
+        return of_traced(trace(block), target)
 
 
 def of_traced(program, target) -> list[Report]:
@@ -107,14 +116,27 @@ def test_every_kernel_fits_its_target_spills_little_and_uses_the_matrix_units(dt
             assert report.matrix == ("" if report.name == TABLE else MATRIX_UNITS.get(target, "mma")), report
 
 
+@pytest.mark.parametrize("max_logits", [False, True])
+@pytest.mark.parametrize("target", (80, 90, "gfx942"))
+def test_the_kernel_for_any_gpu_begins_from_sinks_and_spills_nothing(target, max_logits, monkeypatch):
+    window = block(jnp.bfloat16, 64, causal=True, sliding_window=(127, 0), return_max_logits=max_logits)
+    (report,) = (x for x in reports(alone(window), target, monkeypatch, from_sinks) if x.name != TABLE)
+    runs(report, target)
+    assert report.name == "ringattn_forward" and report.spilled == 0, report
+
+
 def for_hopper(block, fresh, monkeypatch):
-    """A report on the kernel for Hopper: on a ring of one if `fresh`, else where it continues a partial result."""
-    monkeypatch.setattr(family, "_too_little", lambda constants: False)
+    """A report on the kernel for Hopper: on a ring of one if `fresh`, else where it continues a partial result.
+
+    If `fresh` is "sinks", the ring of one has sinks.
+    """
+    monkeypatch.setattr(family, "_too_little", lambda *_: False)
     jax.clear_caches()  # what another test traced has another kernel
     batch, length, heads, dim = block.q.shape
     lse = shape(batch, heads, length, dtype=jnp.float32)
     out = shape(batch, length, heads, dim, dtype=jnp.float32)
-    partial = None if fresh else Partial(out, lse, lse if block.rule.return_max_logits else None)
+    partial = Partial(None if fresh else out, lse, lse if block.rule.return_max_logits else None)
+    partial = None if fresh is True else partial
     with compiling_for(90):
         program = jax.jit(KERNEL.forward).trace(alone(block) if fresh else block, partial)
         found = of_lowered(program.lower(lowering_platforms=("cuda",)))
@@ -126,14 +148,17 @@ def for_hopper(block, fresh, monkeypatch):
 
 
 RAGGED = {"length": LENGTH - 24, "causal": True, "sliding_window": (300, 0)}
+BY_HEAD = {"kv_range": ranges(1, HEADS, LENGTH - 24)}
+BY_HEAD |= dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH - 24))
 DROPPED, SLOPED = ({"causal": True, "dropout_prob": 0.1, "seed": SEEDS[:1]}, {"causal": True, "slopes": SLOPES})
 CAPPED = {"logits_soft_cap": 30.0}
 OF_HOPPER = [
-    # What the kernel has beside masks, the size of heads, the block, and whether it continues no partial result.
+    # What the kernel has beside masks, the size of heads, the block, and whether it continues no partial output.
     ("", 128, {}, True),
     ("", 128, {"causal": True}, False),
     # A kernel with masks has the loop of a kernel without masks, and one more.
     *(("", dim, RAGGED, False) for dim in (64, 128, 192, 256)),
+    *(("", dim, RAGGED | BY_HEAD, False) for dim in (64, 128, 192, 256)),
     (" with a soft cap", 128, RAGGED | CAPPED, False),
     (" with a bias", 128, {"causal": True, "bias": half_bias(1, 1, LENGTH, LENGTH)}, True),
     (" with a bias", 128, {"length": LENGTH - 24, "causal": True, "bias": half_bias(1, 1, *[LENGTH - 24] * 2)}, False),
@@ -141,6 +166,8 @@ OF_HOPPER = [
     *((" with slopes", dim, SLOPED, True) for dim in (64, 128, 192, 256)),
     (" with slopes and a soft cap", 128, SLOPED | CAPPED, True),
     ("", 128, {"causal": True, "return_max_logits": True}, False),
+    *(("", dim, RAGGED, "sinks") for dim in (64, 128)),
+    (" with a soft cap", 128, RAGGED | CAPPED, "sinks"),
 ]
 
 
@@ -151,10 +178,43 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(beside, head_dim, 
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
+@pytest.mark.parametrize(("dtype", "dim", "target"), [(jnp.bfloat16, 128, 90), (jnp.bfloat16, 64, 80)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_width_of_a_window_compiles_no_other_kernel(dtype, dim, target, fused):
+    """A width is in the arrays that kernels read. It may change a plan, but these two do not."""
+    calls = []
+    for window in (300, 301):
+        given = block(dtype, dim, causal=True, sliding_window=(window, 0), fused_backward=fused)
+        with compiling_for(target):
+            calls.append([call for call, _ in launches(traced(alone(given)).jaxpr.jaxpr)])
+    assert calls[0] == calls[1] and len(calls[0]) >= 4
+    assert ("ringattn_hopper_backward" in {call.name for call in calls[0]}) == (fused and target == 90)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_documents_as_ranges_have_the_plans_of_documents_as_segment_ids(dim, fused):
+    """The sizes of tiles, the order of turns, and how many run side by side."""
+    document = (np.arange(LENGTH, dtype=np.int32) // 300)[None]
+    as_ids = dict.fromkeys(("q_segments", "kv_segments"), document)
+    as_range = {"kv_range": (document[:, None] * 300, np.full((1, 1, LENGTH), LENGTH, np.int32))}
+    plans = []
+    for given in (as_ids, as_range):
+        given = alone(block(jnp.bfloat16, dim, causal=True, fused_backward=fused, **given))
+        with compiling_for(90):
+            calls = [call for call, _ in launches(traced(given).jaxpr.jaxpr)]
+        plans.append([(call.name, call.grid, call.warps, call.stages) for call in calls])
+        for call in calls:  # the arrays that a kernel reads are in `F`, and in `of_queries` of a plan
+            for name, value in call.constants:
+                value = dataclasses.replace(value, of_queries=()) if hasattr(value, "of_queries") else value
+                plans[-1] += [] if name == "F" else [(name, value)]
+    assert plans[0] == plans[1]
+
+
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatch):
     length = LENGTH - 24
-    given = {"causal": True, "chunk_size": 300, "logits_soft_cap": soft_cap, "increasing": False, "padded": True}
+    given = {"causal": True, "chunk_size": 300, "logits_soft_cap": soft_cap, "padded": True}
     given |= {"masks": (Local(100, 100), Local(100, 50)), "mask_of_head": (0, 1) * (HEADS // 2)}
     given |= dict.fromkeys(("q_segments", "kv_segments"), ids(1, length))
     given |= {"mask": dense_mask(1, HEADS, length, length)}

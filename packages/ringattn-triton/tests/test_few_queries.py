@@ -42,8 +42,13 @@ BLOCKS: dict[str, Any] = {
         2, 2, 300, causal=True, slopes=SLOPES, logits_soft_cap=1.5, q_positions=positions([270, 271], [-1, 9]), **HEADS
     ),
     "keys in any order": lambda: make_block(
-        2, 1, 300, causal=True, increasing=False, q_positions=positions([99], [49]),
+        2, 1, 300, causal=True, monotone=False, q_positions=positions([99], [49]),
         kv_positions=np.random.default_rng(0).permutation(300)[None].astype(np.int32), **HEADS
+    ),
+    "ranges of each head": lambda: make_block(
+        2, 2, 300, kv_range=tuple(
+            np.sort(np.random.default_rng(0).integers(-9, 320, (2, 2, 4, 2)).astype(np.int32), 0)[n] for n in range(2)
+        ), **HEADS
     ),
     "padding": lambda: make_block(
         2, 1, 300, causal=True, padded=True, kv_index=np.where(np.arange(300) < 280, np.arange(300), -1)[None],
@@ -74,6 +79,15 @@ def test_programs_share_the_keys_of_a_head_and_merge_what_they_computed(case: st
     check(block, f"{case}, continued", found)
 
 
+@pytest.mark.parametrize("case", ["a window", "chunks"])
+def test_the_first_part_begins_from_sinks(case: str) -> None:
+    block = BLOCKS[case]()
+    batch, length, heads, _ = block.q.shape
+    sinks = Partial(None, jnp.broadcast_to(jnp.linspace(-1.0, 3.0, heads)[None, :, None], (batch, heads, length)))
+    assert launched(block, sinks) == KERNELS
+    check(block, case, sinks)
+
+
 @pytest.mark.parametrize("case", ["keys of the past", "a window", "keys on both sides"])
 def test_the_tiles_that_queries_see_are_found_among_samples(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_kernel, "SAMPLES", tl.constexpr(4))
@@ -88,7 +102,7 @@ def test_a_program_that_has_all_keys_of_a_head_writes_the_result_itself(monkeypa
     block = dataclasses.replace(BLOCKS["chunks"](), final=True)
     assert launched(block) == KERNELS[:1]
     got = family.forward(block, None, target())
-    assert got.out.dtype == jnp.bfloat16
+    assert got.out is not None and got.out.dtype == jnp.bfloat16
     near("out", got.out, ringattn_xla.block.KERNEL.forward(block, None).out, TOLERANCE["bfloat16"])
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import TOLERANCE, dense_mask, ids, make_block, mask_in_tiles, near, with_option
+from given_blocks import RANGES, TOLERANCE, dense_mask, ids, make_block, mask_in_tiles, near, ranges, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
@@ -43,6 +43,12 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, i
     check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
 
 
+@pytest.mark.parametrize("option", RANGES)
+def test_ranges_of_positions_are_kept_to(option: str) -> None:
+    block = with_option(option, 70, 61)
+    check(block, "continued", check(block, "alone"))
+
+
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
 def test_the_instructions_and_tiles_of_hopper_give_the_same_result(option: str) -> None:
     block = with_option(option, 70, 130, dim=24, dtype=jnp.bfloat16)
@@ -58,6 +64,7 @@ def test_the_instructions_and_tiles_of_hopper_give_the_same_result(option: str) 
         ((16, 2), {}),
         ((8, 1), {"tiles": (64, 32), "q_segments": ids(2, 75), "kv_segments": ids(2, 75)}),
         ((8, 1), {"logits_soft_cap": 2.0, "dtype": jnp.float16}),
+        ((8, 1), {"kv_range": ranges(2, 1, 75)}),
     ],
     ids=str,
 )
@@ -66,23 +73,29 @@ def test_heads_that_share_a_tile_in_short_windows_give_the_same_result(
 ) -> None:
     window = {"heads": heads[0], "kv_heads": heads[1], "causal": True, "sliding_window": (20, 0)}
     block = make_block(2, 75, 75, **{"dtype": jnp.bfloat16, **window, **fields})
-    facts = kernel_inputs.of_block(block).constants
-    assert schedules.forward(facts, 2, block.rule.fwd_params, target()).sharing == 8
+    assert schedules.forward(block, kernel_inputs.of_block(block).constants, target()).sharing == 8
     check(block, "continued", check(block, "alone"))
 
 
+def test_heads_that_see_other_ranges_share_no_tile() -> None:
+    window = {"heads": 8, "kv_heads": 1, "causal": True, "sliding_window": (20, 0), "kv_range": ranges(2, 8, 75)}
+    block = make_block(2, 75, 75, **{"dtype": jnp.bfloat16, **window})
+    assert schedules.forward(block, kernel_inputs.of_block(block).constants, target()).sharing == 1
+    check(block, "alone")
+
+
 def test_a_schedule_that_does_not_fit_the_device_is_refused_with_its_limit() -> None:
-    facts = kernel_inputs.of_block(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16)).constants
     asked = FwdParams(q_blocksize=128, kv_blocksize=128, num_stages=4)
+    block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, fwd_params=asked)
     with pytest.raises(InputError, match=r"needs 262144 bytes of shared memory and the device has 232448.*default is"):
-        schedules.forward(facts, 2, asked, Target("cuda", 90))
+        schedules.forward(block, kernel_inputs.of_block(block).constants, Target("cuda", 90))
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_schedules_of_this_package_fit_their_devices(capability: int, dim: int, dtype: Any) -> None:
-    target, itemsize = Target("cuda", capability), jnp.dtype(dtype).itemsize
+    target = Target("cuda", capability)
     options: tuple[dict[str, Any], ...] = (
         {},
         {"mask": dense_mask(1, 1, 512, 512)},
@@ -90,7 +103,7 @@ def test_the_schedules_of_this_package_fit_their_devices(capability: int, dim: i
     )
     for fields in options:
         block = make_block(1, 512, 512, dim=dim, dtype=dtype, **fields)
-        facts, rule = kernel_inputs.of_block(block).constants, block.rule
-        assert schedules.forward(facts, itemsize, rule.fwd_params, target).q_tile <= 128
-        assert schedules.backward_keys(facts, itemsize, rule.bwd_params, target).kv_tile <= 128
-        assert schedules.backward_queries(facts, itemsize, rule.bwd_params, target).q_tile <= 128
+        facts = kernel_inputs.of_block(block).constants
+        assert schedules.forward(block, facts, target).q_tile <= 128
+        assert schedules.backward_keys(block, facts, target).kv_tile <= 128
+        assert schedules.backward_queries(block, facts, target).q_tile <= 128

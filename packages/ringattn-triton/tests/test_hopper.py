@@ -48,7 +48,7 @@ CASES = [(option, 128) for option in OPTIONS if option not in LEFT_OUT] + [
 @pytest.fixture(autouse=True)
 def short_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be slow on a device is right all the same, and a test cannot have long blocks."""
-    monkeypatch.setattr(family, "_too_little", lambda constants: False)
+    monkeypatch.setattr(family, "_too_little", lambda *_: False)
 
 
 def launched(program: Any) -> list[str]:
@@ -64,13 +64,13 @@ def kernels(block: Block, partial: Partial | None = None) -> list[str]:
     return launched(run(block, partial))
 
 
-def computed(block: Block, partial: Partial | None = None) -> Partial:
+def computed(block: Block, partial: Partial | None = None) -> Any:
     """The result of the kernel for Hopper, if it is what is launched."""
     assert kernels(block, partial) == ["ringattn_hopper_forward"]
     return _forward.__wrapped__(block, partial, TARGET)
 
 
-def check(block: Block, case: str, partial: Partial | None = None) -> Partial:
+def check(block: Block, case: str, partial: Partial | None = None) -> Any:
     """The result, if it is that of the XLA backend."""
     got, want = computed(block, partial), ringattn_xla.block.KERNEL.forward(block, partial)
     near(f"{case}: out", got.out, want.out, TOLERANCE[str(block.q.dtype)])
@@ -146,7 +146,7 @@ def test_the_largest_scores_of_continued_blocks_are_exact(option: str) -> None:
     block, partial = half(option, 128, 200, 300, return_max_logits=True), None
     for start, size in ((0, 172), (172, 128)):
         partial = computed(block.tile(0, 200, start, size), partial)
-    assert partial is not None and partial.max_logits is not None
+    assert partial is not None
     want = ringattn_xla.block.KERNEL.forward(block, None)
     near("max_logits", partial.max_logits, want.max_logits, TOLERANCE["float32"])
     near("out", partial.out, want.out, TOLERANCE["bfloat16"])
@@ -184,7 +184,7 @@ def test_dropout_and_slopes_go_with_a_soft_cap(added: dict[str, Any]) -> None:
 
 def test_slopes_are_exact_far_from_position_zero() -> None:
     block = half("slopes", 128)
-    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions")}
+    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions", "last")}
     near("out", computed(dataclasses.replace(block, **far)).out, check(block, "slopes").out, 0)
 
 
@@ -215,6 +215,40 @@ def test_what_keys_that_nobody_sees_continue_stays_as_it_was(dim: int) -> None:
     after = computed(dataclasses.replace(block, kv_positions=block.kv_positions + 999), before)
     np.testing.assert_array_equal(after.out, before.out)
     np.testing.assert_array_equal(after.lse, before.lse)
+
+
+SINKS = jnp.asarray([0.3, 200.0, -300.0, -np.inf])
+CAPPED: dict[str, Any] = {"logits_soft_cap": 30.0, "causal": True, "offset": 140}
+
+
+@pytest.mark.parametrize(
+    ("dim", "fields"),
+    [
+        (64, {"sliding_window": (40, 0), "causal": True, "offset": 90}),
+        (128, {"return_max_logits": True}),
+        (128, CAPPED),
+        (128, CAPPED | DROPPED | {"return_max_logits": True}),
+        (192, {"causal": True, "slopes": SLOPES}),
+    ],
+    ids=str,
+)
+def test_the_softmax_begins_from_sinks_and_goes_on_with_the_next_block(dim: int, fields: dict[str, Any]) -> None:
+    """Where keys have an offset, the first rows see nothing. A soft cap is no bound for sinks."""
+    block = make_block(2, 200, 264, heads=4, kv_heads=2, dim=dim, dtype=HALF, **fields)
+    lse = jnp.broadcast_to(SINKS[None, :, None], (2, 4, 200))
+    least = jnp.full_like(lse, -jnp.inf) if block.rule.return_max_logits else None
+    partial = want = Partial(None, lse, least)
+    for start, size in ((128, 136), (0, 128)):
+        part = block.tile(0, 200, start, size)
+        partial, want = check(part, str(start), partial), ringattn_xla.block.KERNEL.forward(part, want)
+        if least is not None:
+            near("max_logits", partial.max_logits, want.max_logits, TOLERANCE["float32"])
+    unseen = block.kv_index[0, 0] if "causal" in fields else 0
+    assert not np.asarray(partial.out[:, :unseen]).any()
+    np.testing.assert_allclose(partial.lse[..., :unseen], lse[..., :unseen], rtol=1e-5)
+    first = block.tile(0, 200, 128, 136)
+    final = computed(dataclasses.replace(first, kv=(first.k, first.v), final=True), Partial(None, lse, least))
+    assert final.out.dtype == HALF
 
 
 def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
@@ -400,7 +434,7 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
 
     With 640 keys some turns have three and more tiles without a mask: those store the results of the turn before.
     """
-    monkeypatch.setattr(family, "_too_little", lambda constants: False)
+    monkeypatch.setattr(family, "_too_little", lambda *_: False)
     monkeypatch.setattr(plans, "PROGRAMS", 1)
     block = make_block(2, q_length, kv_length, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=causal)
     got = computed(dataclasses.replace(block, final=True))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel is one operation of a JAX program: in a ring, with errors that name it, on a CPU or for a GPU."""
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ import pytest
 import small_kernels
 from compile_reports import launches
 from jax.sharding import PartitionSpec as P
+from ringattn_core import ring_attention
+from ringattn_core.masks import Causal, Document, Local, Predicate, Prefix
 from ringattn_triton.launch import compiled, compiling_for, disk_cache, launch
 from ringattn_triton.launch.compiled import compile_kernel
 from ringattn_triton.launch.target import capability, interpreting
@@ -90,6 +94,32 @@ def test_an_alias_is_one_buffer_of_the_compiled_program(x):
         text = jax.jit(added).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
     (line,) = [line for line in text.splitlines() if "custom_call @triton_kernel_call_ffi" in line]
     assert "output_operand_alias" in line and "operand_index = 1" in line
+
+
+@pytest.mark.parametrize(
+    ("mask", "bits"),
+    [
+        (Causal() & Local(100, 0), False),
+        (Prefix(300) | Causal(), False),
+        (Document(np.arange(4096) // 300) & Causal(), False),
+        (Predicate(lambda i, j: (i + j) % 3 != 0), True),
+    ],
+    ids=["window", "prefix", "documents", "bits"],
+)
+def test_masks_that_are_intervals_take_no_memory_of_the_square(mask, bits, monkeypatch):
+    """The program for a GPU, with gradients, has no array with a bit for each pair of a query and a key."""
+    length = 4096
+    monkeypatch.setattr(compiled, "compile_kernel", lambda call, *_: disk_cache.Compiled(call.name, "", 4, 0, 0))
+
+    def loss(q, k, v):
+        return ring_attention(q, k, v, mask_builder=lambda *_: mask, backend="triton").sum()
+
+    x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16)
+    with compiling_for(90):
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    sizes = re.findall(r"tensor<((?:\d+x)+)[a-z]", program.as_text())
+    largest = max(math.prod(int(size) for size in found.split("x")[:-1]) for found in sizes)
+    assert (largest >= length**2 / 32) == bits, f"the largest array has {largest} elements"
 
 
 def test_what_is_compiled_for_a_gpu_is_not_interpreted():

@@ -26,7 +26,9 @@ from test_interpreter import interpret
 
 HALF = jnp.bfloat16
 OPTIONS = (
-    "plain", "causal", "window", "causal segments", "padding", "positions", "soft cap", "slopes", "slopes of rows",
+    "plain", "causal", "window", "causal segments", "padding", "positions", "range", "ranges of rows",
+    "ranges of heads", "ranges of heads of all rows", "ranges of heads in segments",
+    "ranges of heads in segments with dropout", "documents as ranges", "soft cap", "slopes", "slopes of rows",
     "dropout", "masks of heads", "dense mask", "negative scale",
 )  # fmt: skip
 # Programs add to dq in order, or by atomic adds in any order, whatever the scores depend on.
@@ -258,15 +260,18 @@ COMPILED = [
     *((96, option, True) for option in (*MASKS, "dropout")),
     *((dim, option, True) for dim in (192, 256) for option in MASKS),
     *((dim, "causal", False) for dim in (64, 128, 192, 256)),
+    # The most numbers that a step reads of each query.
+    *((dim, "ranges of heads in segments", True) for dim in (64, 96, 128, 192, 256)),
+    *((dim, "ranges of heads in segments with dropout", True) for dim in (64, 128)),
 ]
 
 
-def constants_and_plan(small: Block, tokens: int) -> tuple[kernel_inputs.BlockConstants, BackwardPlan]:
-    """The constants of a block, as if it had so many tokens, and the plan for its head sizes."""
+def as_of(small: Block, tokens: int) -> tuple[Block, kernel_inputs.BlockConstants, BackwardPlan]:
+    """A block, its constants as if it had so many tokens, and the plan for its head sizes."""
     constants = dataclasses.replace(kernel_inputs.of_block(small).constants, q_length=tokens, kv_length=tokens)
     plan = plans.backward(constants)
     assert plan is not None
-    return constants, plan
+    return small, constants, plan
 
 
 @pytest.mark.parametrize(
@@ -284,14 +289,14 @@ def test_as_many_wide_heads_without_a_mask_run_side_by_side_as_the_cache_holds(
     option: str, dim: int, tokens: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=dim, dtype=HALF)
-    assert turn_order._heads_in_order(*constants_and_plan(small, tokens)) == heads
+    assert turn_order._heads_in_order(*as_of(small, tokens)) == heads
 
 
 @pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16)])
 def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, heads: int) -> None:
     """Their turns may be short, and short turns of few heads wait for each other. Of 32k keys, a head has 256 turns."""
     small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=128, dtype=HALF)
-    assert turn_order._heads_in_order(*constants_and_plan(small, 32768)) == heads
+    assert turn_order._heads_in_order(*as_of(small, 32768)) == heads
 
 
 @pytest.mark.parametrize(
@@ -310,7 +315,7 @@ def test_turns_go_upwards_where_the_cache_holds_the_queries_of_all_heads_at_work
     option: str, dim: int, tokens: int, group: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
-    assert turn_order._heads_upwards(*constants_and_plan(small, tokens)) == heads
+    assert turn_order._heads_upwards(*as_of(small, tokens)) == heads
 
 
 @pytest.mark.parametrize(
@@ -336,7 +341,7 @@ def test_long_turns_of_large_groups_begin_together(
 ) -> None:
     fields = {"slopes": np.ones((1, group), np.float32)} if option == "slopes" else {}
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
-    assert turn_order._abreast(*constants_and_plan(small, tokens)) == abreast
+    assert turn_order._abreast(*as_of(small, tokens)) == abreast
 
 
 @pytest.mark.parametrize(
@@ -356,7 +361,7 @@ def test_turns_of_wide_heads_are_interleaved_where_the_cache_holds_enough_heads(
     option: str, dim: int, tokens: int, group: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF)
-    assert turn_order._heads_interleaved(*constants_and_plan(small, tokens)) == heads
+    assert turn_order._heads_interleaved(*as_of(small, tokens)) == heads
 
 
 @pytest.mark.parametrize(
@@ -389,7 +394,7 @@ def test_a_plan_gets_the_order_that_the_rules_choose(
     dim: int, tokens: int, group: int, fields: dict[str, Any], differs: dict[str, Any], heads: int
 ) -> None:
     block = make_block(1, 128, 128, heads=group, kv_heads=1, dim=dim, dtype=HALF, **fields)
-    constants, plan = constants_and_plan(block, tokens)
+    _, constants, plan = as_of(block, tokens)
     arranged, turns, _ = turn_order.arranged(plan, block, constants)
     assert arranged == dataclasses.replace(plan, ordered=True, **differs)
     assert turns == heads * tokens // plan.kv_tile
@@ -400,7 +405,7 @@ def test_turns_in_strips_neither_go_upwards_nor_wait_for_their_neighbours() -> N
         1, 128, 128, heads=16, kv_heads=1, dim=128, dtype=HALF, causal=True, bias=np.zeros((1, 1, 128, 128))
     )
     for tokens in (1024, 16384):
-        constants, plan = constants_and_plan(block, tokens)
+        _, constants, plan = as_of(block, tokens)
         arranged, _, _ = turn_order.arranged(plan, block, constants)
         assert arranged == dataclasses.replace(plan, ordered=True, heads_inside=True)
 
@@ -431,8 +436,9 @@ def within_budget(block: Block, beside: str) -> dict[str, Report]:
 
 @pytest.mark.parametrize(("dim", "option", "ordered"), COMPILED)
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
-    length = 1000 if option == "causal segments" else 1024
+    length = 1000 if "segments" in option else 1024
     block = with_option(option, length, length, dim=dim, dtype=HALF, final=True)
     block = dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=not ordered))
-    found = within_budget(block, {"plain": "", "dropout": " with dropout"}.get(option, " with masks"))
+    beside = " with dropout" if "dropout" in option else "" if option == "plain" else " with masks"
+    found = within_budget(block, beside)
     assert found["ringattn_hopper_finish_dq"].spilled == 0

@@ -19,7 +19,10 @@ from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import Target
 from test_one_pass import HALF, computed, launched, prepared, within_budget
 
-OPTIONS = ("plain", "causal", "window", "causal segments", "padding", "positions", "masks of heads", "negative scale")
+OPTIONS = (
+    "plain", "causal", "window", "causal segments", "padding", "positions", "ranges of heads in segments",
+    "masks of heads", "negative scale",
+)  # fmt: skip
 
 
 def with_bias(option: str, *shape: int, **fields: Any) -> Block:
@@ -190,7 +193,7 @@ def test_other_biases_take_two_passes(case: str, fields: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("option", "fields"),
     [
-        *((option, {}) for option in ("plain", "causal segments", "dense mask")),
+        *((option, {}) for option in ("plain", "causal segments", "ranges of heads in segments", "dense mask")),
         ("causal segments", {"fused_backward": True}),
         ("plain", {"final": False}),
         ("plain", {"dim": 72, "final": False}),
@@ -200,7 +203,7 @@ def test_other_biases_take_two_passes(case: str, fields: dict[str, Any]) -> None
     ],
 )
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(option: str, fields: dict[str, Any]) -> None:
-    length = 1000 if option == "causal segments" else 1024
+    length = 1000 if "segments" in option else 1024
     given: dict[str, Any] = {"dim": 128, "dtype": HALF, "final": True} | fields
     fixed = given.pop("bias_fixed", False)
     block = with_option(option, length, length, **given)

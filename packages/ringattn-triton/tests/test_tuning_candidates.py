@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each candidate for tuning is a schedule that the kernels take as it is, or one that is too large for the device."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,8 +34,10 @@ def test_each_runs_as_it_says_or_needs_too_much_shared_memory(dtype: str) -> Non
     facts = kernel_inputs.of_block(block, fast=True).constants
 
     def taken(schedule: Any, params: Any) -> tuple[int, ...] | None:
+        sizes = "fwd_params" if isinstance(params, FwdParams) else "bwd_params"
+        asking = dataclasses.replace(block, rule=dataclasses.replace(block.rule, **{sizes: params}))
         try:
-            found = schedule(facts, jnp.dtype(dtype).itemsize, params, Target("cuda", 90))
+            found = schedule(asking, facts, Target("cuda", 90))
         except InputError as error:
             assert "shared memory" in str(error)
             return None

@@ -2,17 +2,14 @@
 """Promises on what kernels are told of visibility: all that is visible is visited, and masked where it must be."""
 
 import itertools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given_blocks import make_block, with_option
+from given_blocks import make_block
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
-from ringattn_triton import kernel_inputs, mask_bits
 from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
@@ -98,7 +95,7 @@ def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int
 
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:
     block = make_block(1, 64, 64, causal=True)
-    found = table(kernel_inputs.of_block(block), block, 16, 16)
+    found = table(block, 16, 16)
     assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
 
 
@@ -107,20 +104,9 @@ def test_documents_are_listed_so_that_none_visits_another() -> None:
     order = np.random.default_rng(0).permutation(64)
     block = make_block(1, 64, 64, q_segments=ids, kv_segments=ids[:, order])
     found, expected = (
-        table(kernel_inputs.of_block(block), block, 16, 16),
+        table(block, 16, 16),
         seen_pairs(block)[0, 0].reshape(4, 16, 4, 16).any((1, 3)),
     )
     assert found.shape.listed and not found.shape.grouped
     for row in range(4):
         assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))
-
-
-@pytest.mark.parametrize("option", ["mask of the algebra", "masks of heads"])
-def test_words_are_made_without_a_truth_value_for_each_pair(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = with_option(option, 500, 512)
-    whole, _ = mask_bits.of_rule(block)
-    monkeypatch.setattr(mask_bits, "PAIRS_AT_ONCE", 2**12)
-    made = jax.jit(mask_bits.of_rule).lower(block).compile()
-    np.testing.assert_array_equal(made(block)[0], whole)
-    held: Any = made.memory_analysis()
-    assert held.temp_size_in_bytes < 500 * 512 / 2

@@ -13,10 +13,10 @@ from ringattn_core.contract import packing
 from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
-from ringattn_core.ring.all_gather import with_all_ids
-from ringattn_core.ring.blocks import block_of
+from ringattn_core.ring.blocks import block_of, queries_of
+from ringattn_core.ring.key_ids import with_all_ids
+from ringattn_core.ring.kv import KV
 from ringattn_core.ring.plan import Hop, Level
-from ringattn_core.ring.sends import KV
 
 
 class Message(NamedTuple):
@@ -143,7 +143,8 @@ def _sending(steps: tuple[Step, ...], messages: list[Message]) -> list[Step]:
 def own_block(call: Call) -> Block:
     """The block of this rank's queries and its own keys. The axis of the call must be bound, as in a `vmap`."""
     ring = engine.ring_of(None, call)
-    return block_of(ring, with_all_ids(ring, call), KV(packing.pack(call.key, call.value)), ring.rank)
+    call = with_all_ids(ring, call)
+    return block_of(ring, call, queries_of(ring, call), KV(packing.pack(call.key, call.value)), ring.rank)
 
 
 def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
@@ -153,13 +154,13 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
     values in `call`, because those of other ranks are not here.
     """
     ring = engine.ring_of(kernel, call, (ranks - 1, ranks))
-    rows = ring.levels[0].rows if ring.levels else None
+    queries, rows = queries_of(ring, call), ring.levels[0].rows if ring.levels else None
     found = []
     for hop, step in enumerate(_forward(ring.levels, call, 0)[:most]):
         first, end = rows[hop] if rows else (0, call.key.shape[1])
         k, v = call.key[:, first:end], call.value[:, first:end]
         kv = packing.pack(k, v) if hop > 0 or (ring.levels and rows is None) else (k, v)
         owner = _owner(ring.levels, ring.rank, step.distance)
-        made = block_of(ring, call, KV(kv, first, received=hop > 0), owner)
+        made = block_of(ring, call, queries, KV(kv, first, received=hop > 0), owner)
         found.append(dataclasses.replace(made, final=not ring.levels))
     return tuple(found)

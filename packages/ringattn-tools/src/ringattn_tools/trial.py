@@ -15,7 +15,7 @@ from ringattn_core.contract.protocol import Block, BlockKernel, Partial
 from ringattn_core.errors import TuningError
 from ringattn_core.placement.arrays import letters_of
 from ringattn_core.placement.layout import Shards
-from ringattn_core.tuning.problem import UNSEEN, Problem
+from ringattn_core.tuning.problem import Problem
 
 from .engine import blocks_of_last_rank
 
@@ -52,6 +52,7 @@ class Trial:
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """Makes a function that runs the backward pass over all hops, for the tuner. `whole`: the forward result."""
         blocks = [_with(block, bwd_params=params) for block in self.blocks]
+        assert whole.out is not None
         products = self.dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
         rows = self.dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2)
 
@@ -84,8 +85,6 @@ def _inputs(problem: Problem) -> Call:
             "its problem was not made from a call",
             "Tune a problem that core made, or run ringattn tune",
         )
-    unused = {field.name: field.default for field in dataclasses.fields(Call) if field.name in UNSEEN}
-    call = dataclasses.replace(call, **unused)
     keys = jax.random.split(jax.random.key(0), len(call.arrays))
     made = {name: _array(name, x, problem, key) for (name, x), key in zip(call.arrays.items(), keys, strict=True)}
     return dataclasses.replace(call, **made)
@@ -94,17 +93,19 @@ def _inputs(problem: Problem) -> Call:
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     """Makes array `name` with the shape and dtype of `x`. Floats are random, a dense mask is all true.
 
-    An offset is 0. Queries have the last rank's positions in the layout, and keys the positions of all ranks. Segment
-    ids number `DOCUMENTS` documents a shard.
+    An offset and the first keys of ranges are 0, and a range ends at its query. Queries have the last rank's positions
+    in the layout, and keys the positions of all ranks. Segment ids number `DOCUMENTS` documents a shard.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
-    if not x.shape or name == "query_offset":
+    if not x.shape or name in ("query_offset", "kv_first"):
         return jnp.zeros(x.shape, x.dtype)
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
     call: Any = problem.call
-    tokens = jnp.concatenate([Shards(call.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks])
+    tokens = jnp.concatenate(
+        [Shards(call.placement.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks]
+    )
     document = max(problem.kv_length // DOCUMENTS, 1) if name.endswith("segment_ids") else 1
     return jnp.broadcast_to(tokens // document, (*x.shape[:-1], tokens.size))
 

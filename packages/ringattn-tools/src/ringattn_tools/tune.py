@@ -2,7 +2,6 @@
 """`ringattn tune` and `ringattn cache`: find and store the fastest configuration for a call, and list stored ones."""
 
 import argparse
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -53,8 +52,8 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
-        run_as = exchange(dataclasses.replace(local, strategy=strategy_of(registration, local)))
-        asked.append((registration, of_call(registration, run_as, size(run_as.axis_name or ()))))
+        run_as = exchange(local.placed(strategy=strategy_of(registration, local)))
+        asked.append((registration, of_call(registration, run_as, size(run_as.placement.axis_name or ()))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]

@@ -146,7 +146,8 @@ def _bias_gradient(given: KernelInputs, inputs: Inputs) -> jax.Array:
     def real(at: At) -> At:
         row = at.batch if of_batch else jax.lax.div(at.member, np.int32(shared_heads))
         head = at.head if of_head else jax.lax.rem(at.member, np.int32(shared_heads))
-        return At(row, head, 0, *((at.own, at.visiting) if by_rows else (at.visiting, at.own)))
+        own, visiting = (at.own, at.visiting) if by_rows else (at.visiting, at.own)
+        return At(row, head, 0, own, visiting, at.bits_of_head)
 
     def through(index: Any) -> Any:
         return lambda at: index(real(at))

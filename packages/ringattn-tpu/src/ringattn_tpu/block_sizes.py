@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from ringattn_core import BwdParams, FwdParams
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import near_equal
-from ringattn_core.contract.visibility import span
 from ringattn_core.errors import InputError
 
 from . import steps
@@ -43,8 +42,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     lets a query see; near equal, so that padding wastes little; and so few that the list of steps has room.
     """
     wide = block.q.dtype == jnp.float32 or max(block.q.shape[-1], block.value_dim) > LANES
-    rule = block.rule
-    seen = span(rule.causal, rule.sliding_window, rule.chunk_size) // 2 // LANES * LANES
+    seen = block.reach.span // 2 // LANES * LANES
     target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, seen))
     asked = (params.q_blocksize, params.kv_blocksize)
     while True:

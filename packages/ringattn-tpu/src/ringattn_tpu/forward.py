@@ -21,18 +21,18 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     sizes, value_dim = given.sizes, block.value_dim
     batch, q_length, heads, _ = block.q.shape
     inputs, axes = given.operands(by_keys=False), {"out": "BNT.", "softmax": "BN.T"}
+    asked = block.rule.return_max_logits
     shapes = {
         "out": ((batch, heads, sizes.q_length, value_dim), block.q.dtype if block.final else jnp.float32),
-        "softmax": ((batch, heads, 2, sizes.q_length), jnp.float32),
+        "softmax": ((batch, heads, 2 + asked, sizes.q_length), jnp.float32),
     }
     outputs = {n: given.operand(jax.ShapeDtypeStruct(*shape), axes[n], by_keys=False) for n, shape in shapes.items()}
-    if partial is not None:
-        before = {"out": padded(jnp.swapaxes(partial.out, 1, 2), sizes.q_length, 2), "softmax": _begun(given, partial)}
-        inputs |= {n: given.operand(x, axes[n], by_keys=False) for n, x in before.items()}
-    widths = {"acc": value_dim, "largest": LANES, "total": LANES}
+    before = {} if partial is None else _begun(given, partial)
+    inputs |= {n: given.operand(x, axes[n], by_keys=False) for n, x in before.items()}
+    widths = {"acc": value_dim, "base": LANES, "total": LANES} | ({"largest": LANES} if asked else {})
     found = given.launch(
         kernel.forward,
-        steps(given.block, sizes.q_tile, sizes.kv_tile, every_own=partial is None),
+        steps(given.block, sizes.q_tile, sizes.kv_tile, every_own="out" not in before),
         Grid(batch, heads),
         inputs,
         outputs,
@@ -41,25 +41,27 @@ def forward(block: Block, partial: Partial | None) -> Partial:
         products=2,
     )
     out = jnp.swapaxes(found["out"][:, :, :q_length], 1, 2)
-    return _result(block, out, found["softmax"][..., :q_length])
+    return _result(out, found["softmax"][..., :q_length])
 
 
-def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
-    """The state of the online softmax that `partial` stands for, `[B, N, 2, T]`: a maximum and a sum for each query.
+def _begun(given: KernelInputs, partial: Partial) -> dict[str, jax.Array]:
+    """The output to continue, if there is one, and the state of the online softmax `[B, N, 2 or 3, T]`, by name.
 
-    The maximum is in units of log2. Without `max_logits`, the lse serves as the maximum, so the sum relative to it is
-    1. A query that has seen no key has sum 0.
+    The state is the number that is subtracted from scores, which is the lse, and the sum relative to it: 1, or 0 if
+    nothing is in the denominator yet. If asked for, the largest score follows. All are in units of log2.
     """
-    nothing, known = jnp.isneginf(partial.lse), partial.max_logits
-    largest = jnp.where(nothing, kernel.LOWEST, (partial.lse if known is None else known) * LOG2_E)
-    total = jnp.where(nothing, 0.0, 1.0 if known is None else jnp.exp2(partial.lse * LOG2_E - largest))
-    return padded(jnp.stack([largest, total], 2), given.sizes.q_length, 3)
+    nothing = jnp.isneginf(partial.lse)
+    state = [jnp.where(nothing, kernel.LOWEST, partial.lse * LOG2_E), jnp.where(nothing, 0.0, 1.0)]
+    state += [] if partial.max_logits is None else [partial.max_logits * LOG2_E]
+    arrays = {"softmax": padded(jnp.stack(state, 2), given.sizes.q_length, 3)}
+    if partial.out is not None:
+        arrays["out"] = padded(jnp.swapaxes(partial.out, 1, 2), given.sizes.q_length, 2)
+    return arrays
 
 
-def _result(block: Block, out: jax.Array, softmax: jax.Array) -> Partial:
-    """The partial result from `out` and the final maximum and sum of each query, `softmax [B, N, 2, T]`."""
-    largest, total = softmax[:, :, 0], softmax[:, :, 1]
+def _result(out: jax.Array, softmax: jax.Array) -> Partial:
+    """The partial result from `out` and the final state of the online softmax (`_begun`)."""
+    base, total, *largest = (softmax[:, :, row] for row in range(softmax.shape[2]))
     # The sum is taken in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
-    lse = jnp.where(total == 0.0, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E)
-    max_logits = jnp.where(total == 0.0, -jnp.inf, largest / LOG2_E) if block.rule.return_max_logits else None
-    return Partial(out, lse, max_logits)
+    lse = jnp.where(total == 0.0, -jnp.inf, (base + jnp.log2(total)) / LOG2_E)
+    return Partial(out, lse, *(x / LOG2_E for x in largest))

@@ -15,7 +15,6 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract import dropout
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.contract.visibility import bounds
 
 from . import mask_bits
 from .block_sizes import LANES, Sizes
@@ -29,8 +28,8 @@ LOG2_E: Final = math.log2(math.e)
 class Settings:
     """What a kernel is compiled for.
 
-    `q_rows` and `kv_rows` name the integers that the kernel reads for each query and each key: `low` and `high` (the
-    first and the last position that a query sees), `position`, `index` and `segment`.
+    `q_rows` and `kv_rows` name the integers that the kernel reads for each query and each key: `first` and `last` (the
+    positions of the first and the last key that a query sees), `position`, `index` and `segment`.
     """
 
     rule: Rule
@@ -49,9 +48,9 @@ class Settings:
 class KernelInputs(NamedTuple):
     """A block, padded to whole tiles, and the arrays that every kernel reads, each with a letter for each axis.
 
-    `B` is batch rows, `N` and `K` are query and key heads, `T` and `S` are query and key tokens. A digit is an axis
-    along which only the element with this number is read, and `.` an axis that every step reads whole. An axis of
-    length 1 broadcasts.
+    `B` is batch rows, `N` and `K` are query and key heads, `M` is the sets of mask bits that `Block.bits_of_head` gives
+    to query heads, `T` and `S` are query and key tokens. A digit is an axis along which only the element with this
+    number is read, and `.` an axis that every step reads whole. An axis of length 1 broadcasts.
     """
 
     block: Block
@@ -67,10 +66,10 @@ class KernelInputs(NamedTuple):
     def operands(self, by_keys: bool) -> dict[str, Operand]:
         """The arrays as inputs of a kernel that keeps tiles of queries, or of keys if `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
-        if self.block.rule.masks or self.block.mask is not None:
+        if self.block.bits is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
-            packed = mask_bits.of(self.block, by_keys, tile)
-            found["mask_bits"] = self.operand(packed, "BNST" if by_keys else "BNTS", by_keys)
+            words = mask_bits.laid_out(self.block.bits, by_keys, tile)
+            found["mask_bits"] = self.operand(words, "BMST" if by_keys else "BMTS", by_keys)
         return found
 
     def operand(self, x: Any, axes: str, by_keys: bool) -> Operand:
@@ -95,8 +94,9 @@ class KernelInputs(NamedTuple):
                 return 0
             if axis == "K":
                 return at.head if by_keys or group == 1 else jax.lax.div(at.head, np.int32(group))
-            if axis == "N":
-                return at.head * group + at.member if by_keys and group > 1 else at.head
+            if axis in "NM":
+                head = at.head * group + at.member if by_keys and group > 1 else at.head
+                return head if axis == "N" else at.bits_of_head[head]
             return at.batch if axis == "B" else at.own if (axis == "S") == by_keys else at.visiting
 
         named = list(zip(axes, x.shape, strict=True))
@@ -159,7 +159,7 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
         arrays |= {"k": (kv, "0BKS."), "v": (kv, "1BKS.")}
     else:
         arrays |= {name: (jnp.swapaxes(x, 1, 2), "BKS.") for name, x in (("k", block.k), ("v", block.v))}
-    for name, side, axes in (("q_integers", q_side, "B.T"), ("kv_integers", kv_side, "B.S")):
+    for name, side, axes in (("q_integers", q_side, "BN.T"), ("kv_integers", kv_side, "B.S")):
         if side:
             arrays[name] = (_stacked(side), axes)
     if block.bias is not None:
@@ -173,16 +173,14 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
 
 
 def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The integers of queries and of keys, `[b, T]` and `[b, S]`, that some score depends on."""
-    rule = block.rule
-    low, high = bounds(rule, block.q_positions)
-    q = {name: x for name, x in (("low", low), ("high", high)) if x is not None}
+    """The integers of queries, `[b, n, T]`, and of keys, `[b, S]`, that some score depends on."""
+    q = {name: x for name, x in (("first", block.first), ("last", block.last)) if x is not None}
     kv: dict[str, jax.Array] = {}
     if block.slopes is not None:
         q["position"] = block.q_positions
     if q:
         kv["position"] = block.kv_positions
-    if rule.dropout_prob:
+    if block.rule.dropout_prob:
         q["index"], kv["index"] = block.q_index, block.kv_index
     if block.q_segments is not None or block.padded:
         # Negative ids are padding, which must equal nothing: one id for queries and another for keys.
@@ -190,9 +188,8 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
         ids = jnp.zeros_like(block.q_index) if ids is None else jnp.where(ids < 0, -1, ids)
         kv_ids = jnp.zeros_like(block.kv_index) if kv_ids is None else jnp.where(kv_ids < 0, -2, kv_ids)
         q["segment"], kv["segment"] = ids, jnp.where(block.kv_index < 0, -2, kv_ids)
-    return q, kv
+    return {name: x if x.ndim == 3 else x[:, None] for name, x in q.items()}, kv
 
 
-def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "b rows T"]:
-    batch = max(x.shape[0] for x in side.values())
-    return jnp.stack([jnp.broadcast_to(x, (batch, x.shape[1])) for x in side.values()], 1)
+def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "*batch rows tokens"]:
+    return jnp.stack(jnp.broadcast_arrays(*side.values()), -2)

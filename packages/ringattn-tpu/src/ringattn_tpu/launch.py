@@ -27,13 +27,17 @@ Run = functools.partial[list[jax.Array]]
 
 
 class At(NamedTuple):
-    """The indices of a step: batch row, head of the grid, member of its group, kept tile (`own`) and visiting tile."""
+    """The indices of a step: batch row, head of the grid, member of its group, kept tile (`own`) and visiting tile.
+
+    `bits_of_head` is that of the block, in scalar memory; `None` if the block has none.
+    """
 
     batch: Any
     head: Any
     member: Any
     own: Any
     visiting: Any
+    bits_of_head: Any = None
 
 
 class Operand(NamedTuple):
@@ -94,8 +98,9 @@ def launch(
         cost=cost,
         name=name,
     )
-    axes = axes_of(arrays, steps.listed)
-    results = _run(steps.length, steps.listed, *arrays.values(), run=run)
+    tables = [table for table in (steps.listed, steps.bits_of_head) if table is not None]
+    axes = axes_of(arrays, tables)
+    results = _run(steps.length, *tables, *arrays.values(), run=run)
     return dict(zip(outputs, align(results, axes), strict=True))
 
 
@@ -135,7 +140,6 @@ def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:
 
 def _pallas(
     count: jax.Array,
-    listed: jax.Array,
     *arrays: jax.Array,
     interpret: Any,
     kernel: Callable[..., None],
@@ -154,26 +158,28 @@ def _pallas(
     else:
         loops, where = (outer, grid.heads, grid.members, count), (0, 1, 2, 3)
 
-    def at(program: tuple[Any, ...], listed: Any) -> At:
+    def at(program: tuple[Any, ...], listed: Any, bits_of_head: Any = None) -> At:
         batch, head, member, step = (program[place] for place in where)
         number = listed[step]
         batch = batch if rows == 1 else numbering.batch(number)
-        return At(batch, head, member, numbering.own(number), numbering.visiting(number))
+        return At(batch, head, member, numbering.own(number), numbering.visiting(number), bits_of_head)
 
     def spec(operand: Operand) -> pl.BlockSpec:
         index = operand.at
         if index is None:
             return pl.BlockSpec(memory_space=pl.ANY)
-        return pl.BlockSpec(operand.block, lambda *given: index(at(given[:-1], given[-1])))
+        return pl.BlockSpec(operand.block, lambda *given: index(at(given[:4], *given[4:])))
 
-    def body(listed: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    def body(listed: Any, *refs: Any) -> None:
+        inputs, outputs, scratch = refs[-3:]
         program = tuple(pl.program_id(axis) for axis in range(4))
         place = at(program, listed)
         kernel(Step(listed[program[where[3]]], place, grid.members), inputs, outputs, scratch)
 
-    given = dict(zip(inputs, arrays, strict=True))
-    order = sorted(given)  # the order of a dict's leaves
-    varying = jax.typeof(listed).manual_axis_type
+    tables = arrays[: len(arrays) - len(inputs)]
+    given = dict(zip(inputs, arrays[len(tables) :], strict=True))
+    places = {name: len(tables) + n for n, name in enumerate(sorted(given))}  # the leaves of a dict are sorted
+    varying = jax.typeof(tables[0]).manual_axis_type
     shapes = {
         name: jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varying)
         for name, operand in outputs.items()
@@ -181,21 +187,21 @@ def _pallas(
     results = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(tables),
             grid=loops,
             in_specs=[{name: spec(operand) for name, operand in inputs.items()}],
             out_specs={name: spec(operand) for name, operand in outputs.items()},
             scratch_shapes=[dict(scratch)],
         ),
         out_shape=shapes,
-        input_output_aliases={1 + order.index(name): sorted(shapes).index(name) for name in shapes if name in given},
+        input_output_aliases={places[name]: number for number, name in enumerate(sorted(shapes)) if name in given},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(listed, given)
+    )(*tables, given)
     return [results[name] for name in outputs]
 
 

@@ -53,12 +53,16 @@ class Numbering:
 
 
 class Steps(NamedTuple):
-    """`listed[:length]` are the steps, by batch row and own tile. `rows`: 1 if one list serves the batch, else `B`."""
+    """`listed[:length]` are the steps, by batch row and own tile. `rows`: 1 if one list serves the batch, else `B`.
+
+    `bits_of_head` is that of the block, which lies in scalar memory too.
+    """
 
     listed: Int32[Array, " steps"]
     length: Int32[Array, ""]
     numbering: Numbering
     rows: int
+    bits_of_head: Int32[Array, " N"] | None
 
 
 def fits(batch: int, own: int, visiting: int) -> bool:
@@ -96,7 +100,7 @@ def steps(
         flags = flags | jnp.where(truth, flag, 0)
     number = numbering.write(batch, mine, other, flags)
     listed = jnp.sort(jnp.where(some, number, jnp.iinfo(jnp.int32).max).reshape(-1))
-    return Steps(listed, some.sum(dtype=jnp.int32), numbering, rows)
+    return Steps(listed, some.sum(dtype=jnp.int32), numbering, rows, block.bits_of_head)
 
 
 def _in_runs(index: Int32[Array, "b T"], tile: int) -> Bool[Array, " tiles"]:

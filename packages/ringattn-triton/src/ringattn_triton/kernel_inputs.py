@@ -15,16 +15,14 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract import dropout
 from ringattn_core.contract.protocol import Block
 
-from . import mask_bits
-
 LOG2_E: Final = math.log2(math.e)
 _INT32: Final = 2**31
 ENOUGH_HEADS: Final = 4
 """How many heads, counted over all batch rows, must share a bias matrix `[T, S]` for a transposed copy of it to pay."""
 
 INPUTS: Final = (
-    "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
-    "kv_segments", "bias", "slopes", "mask_words", "mask_of_head", "dropout_keys",
+    "q", "k", "v", "q_first", "q_last", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters",
+    "kv_counters", "q_segments", "kv_segments", "bias", "slopes", "mask_words", "mask_of_head", "dropout_keys",
 )  # fmt: skip
 """The arrays that every kernel takes first, in this order. Those after v are the fields of the kernel's parameter
 `P`."""
@@ -38,7 +36,7 @@ class BlockConstants:
     score is `unbend * (q k)`; with one it is `unbend * tanh(bend * (q k))`. Then a bias is added and the ALiBi penalty
     subtracted. `plain`: there is neither bias nor ALiBi, and `unbend` is positive. Kernels then leave `unbend` out of
     scores, because the largest product has the largest score. `fold` converts the results of `scores.scored` to units
-    of log2. `below`, `above`: a query sees no key below, or above, some position.
+    of log2. `below`: a query sees no key before its position in `q_first`; `above`: none after that in `q_last`.
     `fast`: kernels may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do
     offsets into an array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
     """
@@ -58,6 +56,10 @@ class BlockConstants:
     v_start: int
     wide: bool
     wide_scores: bool
+    q_first_batch: int
+    q_first_head: int
+    q_last_batch: int
+    q_last_head: int
     q_positions_batch: int
     kv_positions_batch: int
     q_index_batch: int
@@ -70,13 +72,8 @@ class BlockConstants:
     capped: bool
     bend: float
     unbend: float
-    positions: bool
     below: bool
     above: bool
-    causal: bool
-    left: int | None
-    right: int | None
-    chunk: int | None
     segments: bool
     padded: bool
     dropout: bool
@@ -115,6 +112,21 @@ class BlockConstants:
         return padded_dim(self.value_dim)
 
     @property
+    def positions(self) -> bool:
+        """Whether kernels read the positions of keys."""
+        return self.below or self.above or self.distances
+
+    @property
+    def ranges_by_head(self) -> bool:
+        """Whether query heads differ in the positions that their queries see (`q_first` and `q_last`)."""
+        return self.q_first_head > 0 or self.q_last_head > 0
+
+    @property
+    def masked(self) -> bool:
+        """Whether anything but a bias may hide a key from a query."""
+        return any((self.below, self.above, self.segments, self.padded, self.masks))
+
+    @property
     def distances(self) -> bool:
         """Whether scores depend on the distance between query and key, which is so with ALiBi."""
         return self.slopes
@@ -138,7 +150,7 @@ class BlockConstants:
 
     @property
     def without_masks(self) -> "BlockConstants":
-        """A copy with `masks` false, for a kernel that reads packed masks (`mask_bits`) in its own way."""
+        """A copy with `masks` false, for a kernel that reads the words of `mask_words` in its own way."""
         return dataclasses.replace(self, masks=False)
 
     @property
@@ -206,12 +218,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     batch, q_length, heads, head_dim = block.q.shape
     kv_length, kv_heads, value_dim = block.kv_length, block.kv_heads, block.value_dim
     k, v = block.kv if isinstance(block.kv, tuple) else (block.kv, block.kv)
-    positions = (
-        rule.causal or rule.sliding_window is not None or rule.chunk_size is not None or block.slopes is not None
-    )
-    masked = bool(rule.masks) or block.mask is not None
-    mask_words, mask_of_head = mask_bits.of_block(block) if masked else (None, None)
-    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
+    first, last, words = block.first, block.last, block.bits
     bias, slopes = block.bias, block.slopes
     capped = rule.logits_soft_cap is not None
     factor = rule.logits_soft_cap if rule.logits_soft_cap is not None else rule.softmax_scale
@@ -221,16 +228,18 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         "q": block.q,
         "k": k,
         "v": v,
-        "q_positions": block.q_positions if positions else None,
-        "kv_positions": block.kv_positions if positions else None,
+        "q_first": first,
+        "q_last": last,
+        "q_positions": None if slopes is None else block.q_positions,
+        "kv_positions": None if first is last is slopes is None else block.kv_positions,
         "q_index": block.q_index if rule.dropout_prob else None,
         "kv_index": block.kv_index if rule.dropout_prob or block.padded else None,
         "q_segments": block.q_segments,
         "kv_segments": block.kv_segments,
         "bias": bias,
         "slopes": slopes,
-        "mask_words": mask_words,
-        "mask_of_head": mask_of_head,
+        "mask_words": words,
+        "mask_of_head": None if words is None else block.bits_of_head,
         "dropout_keys": dropout.keys(block) if rule.dropout_prob else None,
     }
     if isinstance(block.kv, tuple) or block.kv.ndim == 5:
@@ -254,6 +263,10 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         wide=max(kv_length * kv_heads * max(k.shape[-1], v.shape[-1]), q_length * heads * max(head_dim, value_dim))
         >= _INT32,
         wide_scores=q_length * kv_length >= _INT32,
+        q_first_batch=_stride(first, 0),
+        q_first_head=_stride(first, 1),
+        q_last_batch=_stride(last, 0),
+        q_last_head=_stride(last, 1),
         q_positions_batch=_stride(block.q_positions, 0),
         kv_positions_batch=_stride(block.kv_positions, 0),
         q_index_batch=_stride(block.q_index, 0),
@@ -266,13 +279,8 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         capped=capped,
         bend=rule.softmax_scale / factor if capped else 1.0,
         unbend=factor,
-        positions=positions,
-        below=left is not None or rule.chunk_size is not None,
-        above=rule.causal or right is not None or rule.chunk_size is not None,
-        causal=rule.causal,
-        left=left,
-        right=right,
-        chunk=rule.chunk_size,
+        below=first is not None,
+        above=last is not None,
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout_prob),
@@ -285,11 +293,11 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         bias_key=1,
         slopes=slopes is not None,
         slopes_batch=_stride(slopes, 0),
-        masks=mask_words is not None,
-        one_mask=mask_of_head is None,
-        mask_batch=_stride(mask_words, 0),
-        mask_head=_stride(mask_words, 1),
-        mask_query=-(-kv_length // mask_bits.BITS),
+        masks=words is not None,
+        one_mask=block.bits_of_head is None,
+        mask_batch=_stride(words, 0),
+        mask_head=_stride(words, 1),
+        mask_query=0 if words is None else words.shape[3],
         max_logits=rule.return_max_logits,
     )
     return KernelInputs(arrays, constants)

@@ -34,6 +34,7 @@ _FEATURES: Final = (
     Feature.PRECISION,
     Feature.FUSED_BACKWARD,
     Feature.MAX_LOGITS,
+    Feature.KEY_RANGE,
 )
 
 BACKEND: Final = Backend(

@@ -2,24 +2,23 @@
 """Which tiles each program visits, and which of them need a mask.
 
 A table holds a range of tiles for each program where the visible tiles form runs, and a list where masks scatter them.
-Segment ids may scatter visible tiles too, but the tiles that need no mask usually still form one run: then only the
-tiles that need a mask are listed. A loop over a range prefetches further ahead than a loop that loads tile numbers.
+Segment ids, and ranges of positions in no order, may scatter visible tiles too, but the tiles that need no mask usually
+still form one run: then only the tiles that need a mask are listed. A loop over a range prefetches further ahead than a
+loop that loads tile numbers.
 """
 
 import dataclasses
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Int32
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles, tiles
 
-from .kernel_inputs import KernelInputs, power_of_two
+from .kernel_inputs import power_of_two
 from .kernels.visited_tiles import table as table_kernel
 from .launch import launch
-from .mask_bits import BITS
 
 PROGRAMS: Final = 4096
 """How many programs are enough for a launch: several for each slot of the largest GPUs, so that short programs fill the
@@ -72,7 +71,7 @@ class Table(NamedTuple):
 
 
 def table(
-    inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
+    block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
     heads: int | None = None, ranked: bool = False, counters: int = 1,
 ) -> Table:  # fmt: skip
     """The `Table` of the key tiles that each query tile visits, or if `by_keys` of query tiles for each key tile.
@@ -81,9 +80,11 @@ def table(
     programs. A tile that reaches past the last key, or if `by_keys` past the last query, always needs a mask. `ranked`:
     compute ranks. `counters`: how many counters to make.
     """
-    found = seen(inputs, block, q_tile, kv_tile)
-    run = not (block.rule.masks or block.mask is not None)
-    listed = not run or block.q_segments is not None or not block.rule.increasing
+    found = seen(block, q_tile, kv_tile)
+    run = block.bits is None
+    # A tile that is visited is seen by some head: ranks count on it, and turns would wait for ever without.
+    by_head = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
+    listed = not run or block.q_segments is not None or by_head or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
     return of_bitmap(found, listed, run, by_keys, ragged, ranked, counters, heads, programs)
@@ -149,38 +150,9 @@ def together(rows: int, heads: int, programs: int) -> int:
     return enough
 
 
-def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles:
-    """Which pairs of a query tile and a key tile have a visible entry (`some`), or visible entries only (`full`).
-
-    Reads packed masks, where a key tile is whole words of them, instead of evaluating the masks again.
-    """
-    words = inputs.arrays["mask_words"]
-    words = words if kv_tile % BITS == 0 else None
-    unmasked = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=()))
-    bare = block if words is None else unmasked
+def seen(block: Block, q_tile: int, kv_tile: int) -> Tiles:
+    """Which pairs of a query tile and a key tile have a visible entry (`some`), or visible entries only (`full`)."""
     rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
-    found = tiles(bare.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)
-    if words is not None:
-        some, full = _of_words(words, block.kv_length, q_tile, kv_tile)
-        found = Tiles(found.some & some, found.full & full)
+    found = tiles(block.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)
     shape = (max(x.shape[0] for x in found), rows, columns)
     return Tiles(*(jnp.broadcast_to(x, shape) for x in found))
-
-
-def _of_words(
-    words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
-) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
-    """Which tiles have a bit in any packed mask, and which all bits in all masks; keys past the end do not count."""
-    counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
-    bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
-    valid = jnp.where(counted, bits[None], jnp.uint32(0)).sum(-1, dtype=jnp.uint32)[None, None, None]
-    more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]
-
-    def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:
-        x = jnp.pad(x, more, constant_values=np.uint32(neutral))
-        cut = x.reshape(x.shape[0], x.shape[1], -1, q_tile, x.shape[3] * BITS // kv_tile, kv_tile // BITS)
-        return jax.lax.reduce(cut, np.uint32(neutral), combine, (1, 3, 5))
-
-    some = reduced(words & valid, jax.lax.bitwise_or, 0)
-    full = reduced(words | ~valid, jax.lax.bitwise_and, 2**32 - 1)
-    return some != 0, full == np.uint32(2**32 - 1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass of a block: an online softmax over its visible tiles that continues from a partial result."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
@@ -18,50 +20,50 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     """Continues the online softmax of `partial` with the keys of the block; `None` starts a new one."""
     # Without the barrier, XLA of JAX 0.11 fuses the hops of a ring on CPUs, and compiles for over 15 minutes.
     before = empty(block) if partial is None else jax.lax.optimization_barrier(partial)
+    before = before if before.out is not None else dataclasses.replace(before, out=empty(block).out)
     block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    largest, total = _begun(before)
-    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
-    out = before.out if before.max_logits is None else before.out * jnp.swapaxes(total, 1, 2)[..., None]
-    out = padded(out, block.q_length, 1)
+    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in _begun(before)])
+    out = padded(before.out, block.q_length, 1)
     surviving = 1.0 - block.rule.dropout_prob
     begun = {"out": out * surviving, "softmax": softmax}
     found = over_visible_tiles(block, size, _continued, {}, begun, _AXES)
-    largest, total = (from_row_values(x, block)[:, :, :length] for x in found["softmax"])
+    base, total, *max_logits = (from_row_values(x, block)[:, :, :length] for x in found["softmax"])
     weight = jnp.where(total == 0.0, 1.0, total) * surviving
     out = found["out"][:, :length] / jnp.swapaxes(weight, 1, 2)[..., None]
-    return Partial(out, largest + jnp.log(total), largest if block.rule.return_max_logits else None)
+    return Partial(out, base + jnp.log(total), *max_logits)
 
 
-def _begun(before: Partial) -> tuple[jax.Array, jax.Array]:
-    """The largest score of each query so far, and the sum of `exp(s - largest)`, which is 0 if it has seen no key.
+def _begun(before: Partial) -> list[jax.Array]:
+    """The state of the online softmax for each query: the number `base` that is subtracted from scores, and the sum of
+    `exp(s - base)` over what is in the denominator so far. If asked for, also the largest score.
 
-    Without `max_logits`, the lse serves as the largest score: the sum is then 1.
+    The lse is the first `base`, so that the sum is 1, or 0 if there is nothing in the denominator.
     """
-    nothing = jnp.isneginf(before.lse)
-    if before.max_logits is None:
-        return before.lse, jnp.where(nothing, 0.0, 1.0)
-    return before.max_logits, jnp.exp(before.lse - jnp.where(nothing, 0.0, before.max_logits))
+    total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
+    return [before.lse, total, *([] if before.max_logits is None else [before.max_logits])]
 
 
 def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
-    """One step of the online softmax: `out` and `total` are sums of terms with the factor `exp(s - largest)`.
+    """One step of the online softmax: `out` and `total` are sums of terms with the factor `exp(s - base)`.
 
     A probability that dropout keeps enters `out` unscaled; `forward` divides by the keep probability, in float32.
 
-    `largest` and `total` are one array: with two arrays, XLA would copy all of the first one at every step.
+    `base` and `total` are one array: with two arrays, XLA would copy all of the first one at every step.
     """
-    largest, total = before["softmax"]
+    base, total, *max_logits = before["softmax"]
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)
     s = scores(rows(tile.q, tile), k, tile, by_keys=False)[0]
-    now = jnp.maximum(largest, s.max(-1))
+    largest = s.max(-1)
+    now = jnp.maximum(base, largest)
     finite = jnp.where(jnp.isneginf(now), 0.0, now)
-    shrink = jnp.exp(largest - finite)
+    shrink = jnp.exp(base - finite)
     p = jnp.exp(s - finite[..., None])
     total = total * shrink + p.sum(-1)
     if tile.rule.dropout_prob:
         p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p, 0.0)
     added = product(p.astype(v.dtype), v, 2, tile)
     out = rows(before["out"], tile) * shrink[..., None] + added
-    return {"out": unrows(out, tile), "softmax": jnp.stack([now, total])}
+    most = [jnp.maximum(largest, x) for x in max_logits]
+    return {"out": unrows(out, tile), "softmax": jnp.stack([now, total, *most])}

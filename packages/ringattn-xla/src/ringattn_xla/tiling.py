@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core import BwdParams, FwdParams
+from ringattn_core.contract.bits import WORD, words_of
 from ringattn_core.contract.protocol import LETTERS, Block
-from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import near_equal, tiles
-from ringattn_core.contract.visibility import span
-from ringattn_core.tuning import Problem
 
 Arrays = dict[str, jax.Array]
 """Arrays by name. The name of a gradient is "d" and the name of its array."""
@@ -45,27 +43,33 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     the heads of a group. A step computes as many heads and batch rows as keep its scores below a limit: on CPU, so that
     they fit a cache.
     """
-    q, kv = longest(block.rule, block.group)
+    q, kv = longest(block.reach.span, block.group)
     q = cut(block.q_length, params.q_blocksize or q)
-    kv = cut(block.kv_length, params.kv_blocksize or kv)
+    kv = cut(block.kv_length, params.kv_blocksize or kv, 8 if block.bits is None else WORD)
     room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
     heads = largest_divisor(block.kv_heads, room)
     batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv_heads else 1
     return Cut(batch, heads, q, kv)
 
 
-def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
-    """`(queries, keys)`: the longest tiles that `choose` takes by itself, if `group` query heads read a key head."""
-    target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.sliding_window, rule.chunk_size) // 4 // 64 * 64))
+def longest(span: int, group: int) -> tuple[int, int]:
+    """`(queries, keys)`: the longest tiles that `choose` takes by itself, if `group` query heads read a key head.
+
+    `span` is the largest number of keys that positions let a query see.
+    """
+    target = max(_SHORTEST, min(_LONGEST, span // 4 // 64 * 64))
     return max(target // group, 16), target
 
 
-def cut(length: int, longest: int) -> int:
+def cut(length: int, longest: int, multiple: int = 8) -> int:
     """The tile size that cuts `length` into the fewest nearly equal tiles of at most `longest`.
 
-    With several tiles, it is a multiple of 8 if `longest` is.
+    With several tiles, it is a multiple of 8 if `longest` is. If `multiple` is `WORD`, it always is a multiple of that:
+    then no two tiles share a word of bits.
     """
-    return near_equal(length, longest, 8 if length > longest and longest % 8 == 0 else 1)
+    if multiple == WORD:
+        longest = -(-longest // WORD) * WORD
+    return near_equal(length, longest, multiple if length > longest and longest % multiple == 0 else 1)
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -158,6 +162,7 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
         "T": (block.q_length, start.q, size.q),
         "R": (block.q_length * group, start.q * group, size.q * group),
         "S": (block.kv_length, start.kv, size.kv),
+        "W": (words_of(block.kv_length), _divided(start.kv, WORD)[0], words_of(size.kv)),
     }
     starts, sizes = [], []
     for axis, length in zip(axes, x.shape, strict=True):

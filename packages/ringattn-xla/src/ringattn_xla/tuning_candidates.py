@@ -19,7 +19,7 @@ _MOST_SCORES: Final = 2**18
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
     """Tile sizes to measure: one configuration for each way to cut the block, except the kernel's default way."""
     group = problem.heads // problem.kv_heads
-    own = longest(problem, group)
+    own = longest(problem.reach.span, group)
     alike = cut(problem.q_length, own[0]), cut(problem.kv_length, own[1])
     found: dict[tuple[int, int], RingAttentionConfig] = {}
     for q in (max(rows // group, _SHORTEST) for rows in _ROWS):

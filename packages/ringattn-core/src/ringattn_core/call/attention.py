@@ -40,6 +40,7 @@ def ring_attention(
     kv_segment_ids: arrays.KeyIds | None = None,
     q_positions: arrays.QueryPositions | None = None,
     kv_positions: arrays.KeyPositions | None = None,
+    kv_range: tuple[Any, Any] | None = None,
     query_offset: int | arrays.QueryOffset | None = None,
     mask_info: MaskInfo | None = None,
     attention_mask: arrays.DenseMask | None = None,
@@ -98,6 +99,9 @@ def ring_attention(
         q_positions: `[T]` or `[B, T]` integers, which masks and ALiBi compare. By default, the index in the
             sequence.
         kv_positions: `[S]` or `[B, S]`. If only one of the two is given, without `query_offset`, it serves both.
+        kv_range: `(first, last)`: a query sees only keys at positions from the first to the last, both inclusive. Two
+            integer arrays, `[T]`, `[b, T]` or `[b, n, T]`, or numbers, which may be traced. A query whose first is
+            beyond its last sees no key.
         query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`. Not
             with `q_positions`.
         mask_info: A `MaskInfo`: segment ids, positions and a dense mask as one pytree.
@@ -244,6 +248,7 @@ def per_shard(backend: str) -> RingKernel:
         max_distance: int | tuple[int | None, int | None] | None = None,
         balance: str | None = None,
         return_max_logits: bool = False,
+        kv_range: tuple[Any, Any] | None = None,
     ) -> Any:
         """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
 

@@ -49,6 +49,7 @@ def decode_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: arrays.PerHead | None = None,
     kv_positions: arrays.KeyPositions | None = None,
+    kv_range: tuple[Any, Any] | None = None,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -82,6 +83,7 @@ def decode_attention(
         kv_positions: The position of the token in each entry of a rolling cache, `[S]` or `[B, S]`, split like the
             cache; a negative position marks an empty entry. `lengths` then count every token of a row, including tokens
             that newer ones have overwritten. By default entry `i` of the sequence holds token `i`.
+        kv_range: The first and the last position that each query sees, as in `ring_attention`; still none after itself.
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
@@ -111,6 +113,7 @@ def prefill_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: arrays.PerHead | None = None,
     kv_positions: arrays.KeyPositions | None = None,
+    kv_range: tuple[Any, Any] | None = None,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -144,6 +147,7 @@ def prefill_attention(
         lengths: How many tokens each row of the cache holds, the chunk included: `[B]`, or one integer.
         softmax_aux: Attention sinks, as in `ring_attention`.
         kv_positions: As in `decode_attention`. The cache must still hold what the first query of the chunk sees.
+        kv_range: The first and the last position that each query sees, as in `ring_attention`; still none after itself.
         send: "keys", "queries" or "auto".
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
@@ -158,7 +162,7 @@ def prefill_attention(
     of_keys, of_queries = bytes_to_send(call)
     sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
     work = answer
-    if sends_queries and call.axis_name:  # on one device nothing travels
+    if sends_queries and call.placement.axis_name:  # on one device nothing travels
         work, call = _attend, cache.not_differentiable(call)
     if mesh is not None:
         return sharded(call, backend, mesh, None, None, work)
@@ -209,13 +213,15 @@ def _cache_call(variables: dict[str, Any], whole_queries: bool) -> _CacheCall:
     known = as_int32("lengths", variables["lengths"], limits)
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
-    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.axis_name or ())
-    refuse_indivisible("key_cache", room, call.layout, ranks)  # to pad it here would copy the whole cache
+    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.placement.axis_name or ())
+    refuse_indivisible("key_cache", room, call.placement.layout, ranks)  # to pad it here would copy the whole cache
     if mesh is None:
         refuse_different_devices({"query": call.query, "lengths": known})
-        refuse_sharded(call.axis_name or (), {"lengths": known} | ({"query": call.query} if whole_queries else {}))
+        refuse_sharded(
+            call.placement.axis_name or (), {"lengths": known} | ({"query": call.query} if whole_queries else {})
+        )
         if not whole_queries:
-            refuse_indivisible("query", tokens, call.layout, ranks)
+            refuse_indivisible("query", tokens, call.placement.layout, ranks)
     first = jnp.broadcast_to(known, rows) - tokens
     if whole_queries:
         positions = first[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -257,5 +263,5 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
         name: (roles if name in ("key", "value", "kv_positions") else whole).spec(ARRAYS[name], x.shape)
         for name, x in call.arrays.items()
     }
-    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, whole)
+    out, *lse = over_shards(_attend, registration, call.placed(**roles.names), mesh, specs, whole)
     return (out, *lse) if lse else out

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from ..contract.call import ARRAYS
 from ..errors import InputError, did_you_mean
 from ..integers import INT32, POSITION, SEED, Limits, as_int32, integers, static, whole
+from ..masks import Reach
 from ..masks.builder import Built, build
 from ..placement import arrays, axes
 from ..strategies import STRATEGIES
@@ -72,6 +73,34 @@ def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
 def positions(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     """Checks positions: integers below 2^30 in magnitude."""
     return array(argument, x, sizes, POSITION)
+
+
+def key_range(argument: str, x: Any, sizes: Sizes) -> tuple[jax.Array, jax.Array] | None:
+    """Checks the first and the last position that each query sees; returns both as int32 `[b, n, T]`.
+
+    An end is a number, or an array of one, two or three axes: `[T]`, `[b, T]` or `[b, n, T]`.
+    """
+    if x is None:
+        return None
+    ends = tuple(x) if isinstance(x, (tuple, list)) else ()
+    if len(ends) != 2 or ends[0] is None or ends[1] is None:
+        got = "lacks an end" if len(ends) == 2 else f"got {len(ends)} ends" if ends else f"got {type(x).__name__}"
+        remedy = f"Pass (first, last): the least int32, {INT32[0]}, and the largest, {INT32[1]}, bound nothing"
+        raise InputError(argument, got, remedy)
+    first, last = jnp.broadcast_arrays(*(_end_of_range(argument, end, sizes) for end in ends))
+    return first, last
+
+
+def _end_of_range(argument: str, x: Any, sizes: Sizes) -> jax.Array:
+    found = as_int32(argument, x)
+    if found.ndim == 0:
+        return jnp.broadcast_to(found, (1, 1, sizes.of["T"]))
+    rows, *of_heads = (1, *found.shape[:-1]) if found.ndim == 1 else found.shape[:-1]
+    whole = found.reshape(rows, *(of_heads or (1,)), found.shape[-1])
+    if whole.ndim != 3 or not arrays.fits(arrays.KeyRange, whole.shape, sizes.of):
+        shapes = "({T},), (1|{B}, {T}) or (1|{B}, 1|{N}, {T})".format(**sizes.of)
+        raise InputError(argument, f"has an end of shape {found.shape}", f"It needs a number, or {shapes}")
+    return whole
 
 
 def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array:
@@ -134,6 +163,11 @@ def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None]:
     remedy = "It needs an integer of at least 0, or None"
     left, right = (None if s is None else whole(argument, static(argument, s), 0, math.inf, remedy) for s in sides)
     return tuple(None if s is None or s >= 2 * MOST_POSITION else s for s in (left, right))  # pyright: ignore[reportReturnType]
+
+
+def promise(argument: str, x: Any, sizes: Sizes) -> Reach:
+    """The reach within which the caller promises that every query sees its keys."""
+    return Reach() if x is None else Reach(False, *window(argument, x, sizes))
 
 
 def chunk(argument: str, x: Any, _: Sizes) -> int:

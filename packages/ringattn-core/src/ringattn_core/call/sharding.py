@@ -77,7 +77,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         fact = f"gives all heads, but the mesh axes {roles.heads} split them"
         remedy = "Call inside your own jax.shard_map that splits expand_params over them, or pass head_axis_name=()"
         raise InputError("expand", fact, remedy)
-    chunks = ranks * pieces(call.balance or call.layout)
+    chunks = ranks * pieces(call.placement.balance or call.placement.layout)
     more = (-call.query.shape[1] % chunks, -call.key.shape[1] % chunks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
     if more != (0, 0) or copies > 1:
@@ -85,7 +85,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         call = _padded(dataclasses.replace(call, **_each(over_explicit, call, mesh, specs(call, whole))), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
-    return dataclasses.replace(call.with_shared_gradients(roles), **roles.names), roles
+    return call.with_shared_gradients(roles).placed(**roles.names), roles
 
 
 def over_shards(
@@ -178,7 +178,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
     If there are padding keys, padding tokens get negative segment ids, so that no query sees them. With
     `return_max_logits`, padding queries get them in any case, so that their scores do not count.
     """
-    if (keys or (queries and call.return_max_logits)) and call.q_segment_ids is None:
+    if (keys or (queries and call.rule.return_max_logits)) and call.q_segment_ids is None:
         ids = {
             f"{side}_segment_ids": jnp.zeros(x.shape[:2], jnp.int32)
             for side, x in (("q", call.query), ("kv", call.key))

@@ -15,6 +15,7 @@ class Feature(enum.Enum):
     SLIDING_WINDOW = "A query sees the keys within a distance on either side."
     CHUNKED = "A query sees its own chunk, causally."
     SEGMENT_IDS = "A query sees the keys of its own segment; negative ids are padding."
+    KEY_RANGE = "A query sees the keys between two positions of its own, known at run time."
     POSITIONS = "Positions of the caller's own replace those of the layout."
     MASK_BUILDER = "A mask of the mask algebra, or anything indexable, for each head."
     ATTENTION_MASK = "A dense boolean mask."

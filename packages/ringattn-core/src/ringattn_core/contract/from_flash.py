@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from ..errors import KernelError
+from ..masks.reach import Reach
 from .features import Feature
 from .merge import merged, merging
 from .ordering import later_than_its_send
@@ -38,9 +39,9 @@ RETURN_LSE comes on top if the backward pass takes `delta`.
 _OF_OPTIONS: Final = tuple(
     field.name
     for field in dataclasses.fields(Block)
-    if field.default is dataclasses.MISSING and type(None) in get_args(field.type)
+    if type(None) in get_args(field.type) and field.name not in ("first", "last", "keys_from", "out")
 )
-"""The arrays of a block that are `None` unless an option of the call sets them."""
+"""The arrays of a block, other than `first` and `last`, that are `None` unless an option of the call sets them."""
 
 
 class FlashForward(Protocol):
@@ -149,10 +150,10 @@ class _FlashKernel:
 
     def _check(self, block: Block, method: str) -> None:
         """Raises if the block uses an option that `flash_forward` and `flash_backward` have no parameter for."""
-        rule, given = block.rule, [name for name in _OF_OPTIONS if getattr(block, name) is not None]
+        rule, reach, given = block.rule, block.reach, [name for name in _OF_OPTIONS if getattr(block, name) is not None]
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
-        unequal = rule.causal and block.q_length != block.kv_length
-        if rule != Rule(rule.softmax_scale, rule.causal, **known) or unequal or given:
+        unequal = reach.causal and block.q_length != block.kv_length
+        if rule != Rule(rule.softmax_scale, **known) or reach != Reach(reach.causal) or unequal or given:
             fact = "got a call that needs a feature which no kernel of from_flash has"
             raise KernelError(self, method, fact, "Declare only features that the documentation of from_flash lists")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges partial results of attention over different keys, and adds attention sinks."""
+"""Merges partial results of attention over different keys."""
 
 import dataclasses
 import functools
@@ -35,12 +35,14 @@ def empty(block: Block) -> Partial:
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial result over the keys of `a` and of `b` together; both are of the same queries and of different keys.
 
-    Associative and commutative up to rounding; `empty` is the identity. The result has `max_logits` if both have it.
+    Associative and commutative up to rounding; `empty` is the identity. The result has `max_logits` if both have it,
+    and `out` if one has it.
     """
     a, b = _arrays("a", a), _arrays("b", b)
+    value_dim = next((x.out.shape[-1:] for x in (a, b) if x.out is not None), ())
     for argument, x in (("a", a), ("b", b)):
-        _refuse_misfit(argument, x, a.out.shape)
-    refuse_different_devices({"a": a.out, "b": b.out})
+        _refuse_misfit(argument, x, a.lse.shape, value_dim)
+    refuse_different_devices({"a": a.lse, "b": b.lse})
     return merged([a, b])
 
 
@@ -48,19 +50,19 @@ def _arrays(argument: str, x: Any) -> Partial:
     """The partial result `x` with JAX arrays; raises for anything else."""
     if not isinstance(x, Partial):
         raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
-    given = {"out": x.out, "lse": x.lse} | ({} if x.max_logits is None else {"max_logits": x.max_logits})
+    given = {name: array for name, array in vars(x).items() if name == "lse" or array is not None}
     arrays = {name: as_array(argument, array) for name, array in given.items()}
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise InputError(argument, f"has {name} of dtype {array.dtype}", "Pass floating-point arrays")
-    return Partial(**arrays)
+    return Partial(arrays.pop("out", None), **arrays)
 
 
-def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:
-    """Raises unless the arrays of a partial result fit together, and its output has the shape `wanted`."""
+def _refuse_misfit(argument: str, x: Partial, rows: tuple[int, ...], value_dim: tuple[int, ...]) -> None:
+    """Raises unless `lse` and `max_logits` have the shape `rows`, and `out` fits it, with values of `value_dim`."""
     shapes = {name: array.shape for name, array in vars(x).items() if array is not None}
-    out, *of_rows = shapes.values()
-    if out != wanted or len(out) != 4 or {*of_rows} != {(out[0], out[2], out[1])}:
+    out = (rows[0], rows[2], rows[1], *value_dim) if len(rows) == 3 else None
+    if any(shape != (out if name == "out" else out and rows) for name, shape in shapes.items()):
         fact = "has " + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise InputError(argument, fact, "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes")
 
@@ -75,6 +77,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
     own = partial
     while chunks > 1:
         group = next((n for n in range(LARGEST_GROUP, 1, -1) if chunks % n == 0), chunks)
+        assert own.out is not None
         out, lse = (x.reshape(-1, group, *x.shape[1:]) for x in (own.out, own.lse))
         own, chunks = merged([Partial(out[:, i], lse[:, i]) for i in range(group)]), chunks // group
     if not axis:
@@ -86,7 +89,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 
 
 def merged(parts: Sequence[Partial]) -> Partial:
-    """Merges partial results of the same queries over different keys.
+    """Merges partial results of the same queries over different keys. A part without `out` has only weight.
 
     Written without a reduction, so that XLA fuses the merge with the packing of its result for a collective.
     """
@@ -94,7 +97,8 @@ def merged(parts: Sequence[Partial]) -> Partial:
     safe = _finite(largest)
     weights = [jnp.exp(part.lse - safe) for part in parts]
     total = functools.reduce(jnp.add, weights)
-    out = functools.reduce(jnp.add, (part.out * _over_out(weight) for part, weight in zip(parts, weights, strict=True)))
+    outs = [part.out * _over_out(w) for part, w in zip(parts, weights, strict=True) if part.out is not None]
+    out = functools.reduce(jnp.add, outs) if outs else None
     known = [part.max_logits for part in parts if part.max_logits is not None]
     max_logits = functools.reduce(jnp.maximum, known) if len(known) == len(parts) else None
     return dataclasses.replace(_normalised(out, total, safe), max_logits=max_logits)
@@ -102,6 +106,7 @@ def merged(parts: Sequence[Partial]) -> Partial:
 
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[Partial]:
     """The partial result of every rank, on every rank. Exact, though a sum: other ranks add zeros to a rank's part."""
+    assert partial.out is not None
     packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)
     own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[:, None, None, None, None]
     packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
@@ -110,6 +115,7 @@ def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[P
 
 def _summed_over(partial: Partial, axis: tuple[str, ...], scattered: bool) -> Partial:
     """Merges the partial results of all ranks by sums over ranks; `scattered` as in `merged_over`."""
+    assert partial.out is not None
     largest = jax.lax.pmax(partial.lse, axis)
     safe = _finite(largest)
     weight = jnp.exp(partial.lse - safe)
@@ -129,21 +135,13 @@ def _finite(largest: Float32[Array, "*x"]) -> Float32[Array, "*x"]:
     return jnp.where(jnp.isneginf(largest), 0.0, largest)
 
 
-def _normalised(out: jax.Array, total: jax.Array, subtracted: jax.Array) -> Partial:
+def _normalised(out: jax.Array | None, total: jax.Array, subtracted: jax.Array) -> Partial:
     """The partial result from two sums, of weighted outputs and of weights `exp(lse - subtracted)`.
 
     The weights are not `exp(lse - total lse)`: at 1e4 an lse is rounded to 1e-3, and they would not add up to 1.
     """
-    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), subtracted + jnp.log(total))
-
-
-def with_sinks(partial: Partial, sinks: Float32[Array, "N sinks"] | None) -> Partial:
-    """Adds `sinks` to the denominator of `partial`: they have weight but no value. Call once, after all hops."""
-    if sinks is None:
-        return partial
-    lse = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1)[None, :, None], partial.lse.shape)
-    found = merged([partial, Partial(jnp.zeros_like(partial.out), lse)])
-    return dataclasses.replace(found, max_logits=partial.max_logits)
+    out = None if out is None else out / _over_out(jnp.where(total == 0, 1.0, total))
+    return Partial(out, subtracted + jnp.log(total))
 
 
 def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
@@ -151,9 +149,14 @@ def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
-    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`."""
+    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`.
+
+    `forward` gets a block that is not `final` if its result is merged, so that the result is not rounded before.
+    """
 
     def continued(block: Block, partial: Partial | None) -> Partial:
-        return forward(block) if partial is None else merged([partial, forward(block)])
+        if partial is None:
+            return forward(block)
+        return merged([partial, forward(dataclasses.replace(block, final=False))])
 
     return continued

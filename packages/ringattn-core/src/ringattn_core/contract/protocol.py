@@ -7,9 +7,11 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
+from ..masks.reach import Reach
 from ..placement.arrays import axes_with, letters_of
+from .bits import WORD, words_of
 from .packing import Packed, unpack
 from .rule import Rule
 
@@ -29,24 +31,33 @@ class Block:
         q: The queries.
         kv: Keys and values: one packed array, or a pair `(k, v)` with `expand`, or if a rank does not pass its own keys
             on. The properties `k` and `v` read both forms.
-        q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
-            caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
+        first: The first key position that each query sees, inclusive; `None` is no bound. Every mask by position is in
+            `first` and `last`. If both are given, a query that sees no key has the largest int32 as `first` and the
+            least as `last`, and else `first <= last`, so one unsigned comparison, `position - first <= last - first`,
+            tests both.
+        last: The last key position that each query sees, inclusive.
+        q_positions: The positions of queries, for ALiBi. They may come from the caller, in any order, and are below
+            2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
-        q_index: Indices in the global sequence decide dropout, and masks that index an array. They are at least 0, and
-            increase within a shard.
+        q_index: Indices in the global sequence decide dropout. They are at least 0, and increase within a shard.
         kv_index: The indices of keys, which increase too. A negative one marks a key that `padded_to` added, behind all
             others; no query sees it.
         batch_index: The global row of the batch, for dropout.
-        head_index: The global query head, for dropout and for `rule.mask_of_head`.
+        head_index: The global query head, for dropout.
         q_segments: Segment ids: any int32. A query sees the keys with its own id; every negative id is padding, which
             sees nothing and is seen by nothing, not even by padding with an equal id.
         kv_segments: The segment ids of keys; `None` exactly where `q_segments` is.
         bias: The columns of the bias for these keys. It is added after the scale and the soft cap. An entry below
             `BIAS_FORBIDS` forbids its pair, as -inf does (`visibility.with_forbidden`).
-        mask: The columns of the dense mask for these keys, true where visible.
+        bits: All masks that are no intervals: bit `j % 32` of word `j // 32` says whether a query sees key `j` of this
+            block. There are `m` sets of words.
+        bits_of_head: For each head, the number of its set of words; `None` if all heads share one.
         slopes: ALiBi: `slopes * |q_position - kv_position|` is subtracted from the scores.
         seed: The dropout seed of each row of the batch.
-        rule: The static part of the call, such as scale, masks and tile sizes.
+        rule: What one score is, such as scale and soft cap, and tile sizes.
+        reach: What positions alone let a query see, for schedules: `first` and `last` already say it.
+        monotone: Positions of keys, `first` and `last` do not decrease from token to token. Tiles that see each other
+            then form runs, both of keys and of queries.
         padded: Whether `padded_to` added keys.
         final: Outputs and gradients may have the dtypes of the inputs, because core neither continues, sums nor merges
             them; otherwise they must be float32.
@@ -58,6 +69,8 @@ class Block:
 
     q: Float[Array, "B T N H"]
     kv: Packed | tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
+    first: Int32[Array, "b n T"] | None
+    last: Int32[Array, "b n T"] | None
     q_positions: Int32[Array, "b T"]
     kv_positions: Int32[Array, "b S"]
     q_index: Int32[Array, "b T"]
@@ -67,10 +80,13 @@ class Block:
     q_segments: Int32[Array, "B T"] | None
     kv_segments: Int32[Array, "B S"] | None
     bias: Float[Array, "b n t S"] | None
-    mask: Bool[Array, "b n T S"] | None
+    bits: UInt32[Array, "b m T W"] | None
+    bits_of_head: Int32[Array, " N"] | None
     slopes: Float32[Array, "b N"] | None
     seed: UInt32[Array, " B"] | None
     rule: Rule = dataclasses.field(metadata={"static": True})
+    reach: Reach = dataclasses.field(default=Reach(), metadata={"static": True})
+    monotone: bool = dataclasses.field(default=False, metadata={"static": True})
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
     final: bool = dataclasses.field(default=False, metadata={"static": True})
     bias_fixed: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -128,9 +144,16 @@ class Block:
         return dataclasses.replace(self._mapped(f, axes_with(Block, "S"), self.kv_length), kv=kv)
 
     def tile(self, q_start: Any, q_size: int, kv_start: Any, kv_size: int) -> "Block":
-        """The part of the block with these queries and keys; the starts may be traced."""
+        """The part of the block with these queries and keys; the starts may be traced.
+
+        If the block has bits, `kv_start` is a multiple of 32.
+        """
         rows = self.map_queries(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, q_start, q_size, axis))
-        return rows.map_keys(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, kv_start, kv_size, axis))
+        tile = rows.map_keys(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, kv_start, kv_size, axis))
+        if tile.bits is None:
+            return tile
+        words = jax.lax.dynamic_slice_in_dim(tile.bits, kv_start // WORD, words_of(kv_size), 3)
+        return dataclasses.replace(tile, bits=words)
 
     def padded_to(self, q_length: int, kv_length: int) -> "Block":
         """The block padded to these lengths: no query sees the new keys, and the caller drops the new queries."""
@@ -138,8 +161,13 @@ class Block:
         if kv_length == self.kv_length:
             return block
         block = block.map_keys(lambda x, axis: padded(x, kv_length, axis, None))
-        kv = jax.tree.map(lambda x: padded(x, kv_length, x.ndim - 3), self.kv)
-        return dataclasses.replace(block, kv=kv, kv_index=padded(self.kv_index, kv_length, 1, -1), padded=True)
+        return dataclasses.replace(
+            block,
+            kv=jax.tree.map(lambda x: padded(x, kv_length, x.ndim - 3), self.kv),
+            kv_index=padded(self.kv_index, kv_length, 1, -1),
+            bits=None if block.bits is None else padded(block.bits, words_of(kv_length), 3),
+            padded=True,
+        )
 
     def _mapped(self, f: Callable[[jax.Array, int], jax.Array], axes: dict[str, int], length: int) -> "Block":
         given = {name: (x, axis) for name, axis in axes.items() if (x := getattr(self, name)) is not None}
@@ -171,11 +199,14 @@ class Partial:
     A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32. It may have the dtype of the
     queries for a block with `final`, and always has it in the result of a ring.
 
+    `out=None` stands for zeros, before any key is seen: a ring with attention sinks begins from `Partial(None, lse)`,
+    where `lse` is the log-sum-exp of the sinks. What a kernel returns has an `out`.
+
     `max_logits` is the largest score of each query, after the soft cap, bias and ALiBi; -inf for a query that has seen
-    no key. It is `None` unless `rule.return_max_logits` asks for it.
+    no key. Sinks are no scores. It is `None` unless `rule.return_max_logits` asks for it.
     """
 
-    out: Float[Array, "B T N Hv"]
+    out: Float[Array, "B T N Hv"] | None
     lse: Float32[Array, "B N T"]
     max_logits: Float32[Array, "B N T"] | None = None
 
@@ -229,7 +260,11 @@ class BlockKernel(Protocol):
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        """Continues the online softmax from `partial` with the keys of `block`; `None` means no earlier keys."""
+        """Continues the online softmax from `partial` with the keys of `block`.
+
+        If `partial.out` is `None`, there are no earlier keys; if `partial` is, there are no sinks either. A query that
+        sees no key keeps its `out` and `lse`.
+        """
         ...
 
     def backward(

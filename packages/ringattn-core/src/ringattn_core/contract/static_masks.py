@@ -47,7 +47,7 @@ def pieces(block: Block) -> list[Piece]:
     rank, the mask depends on which of the two ranks comes earlier, which is known only at run time. In both cases the
     same calls run, on different rows: XLA would wait for all sends before a `lax.cond`.
     """
-    if not block.rule.causal:
+    if not block.reach.causal:
         return [Piece(False, _WHOLE, _WHOLE)]
     earlier = block.kv_index[:, 0] < block.q_index[:, 0]
     if block.keys_from == "own":

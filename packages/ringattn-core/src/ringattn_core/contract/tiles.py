@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pairs of tiles a kernel may skip, and which need no mask."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jaxtyping import Array, Bool, Int32
 
-from ..masks import Coordinates, all_of, same_segment
-from ..masks.algebra import tiles_of
+from ..masks import all_of
+from .bits import WORD, packed
 from .protocol import Block
-from .rule import Rule
-from .visibility import bounds
+
+Ends = tuple[Any, Any]
+"""The least and the greatest value of each tile, `[g, tiles]`."""
 
 
 class Tiles(NamedTuple):
@@ -29,24 +32,16 @@ class Tiles(NamedTuple):
 def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     """The tiles of `block`, of `q_tile` queries by `kv_tile` keys; these divide its lengths (see `Block.padded_to`).
 
-    Exact for a causal mask, and for a window or chunks over consecutive positions. With several masks, the bounds of
-    each are ANDed. A mask that is not `bounded` is evaluated pair by pair, a row of tiles at a time.
+    Exact for a causal mask, for windows and chunks over consecutive positions, and for bits alone.
     """
-    rule = block.rule
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
-    q = Coordinates(_by_tile(block.q_positions, q_tile), _by_tile(block.q_index, q_tile))
-    kv = Coordinates(*(_unpadded(_by_tile(x, kv_tile), padding) for x in (block.kv_positions, block.kv_index)))
-    if rule.increasing:  # with padding too: `padded_to` repeats the last position
-        parts = by_position(rule, _ends(block.q_positions, q_tile), _ends(block.kv_positions, kv_tile))
-    else:
-        parts = by_position(rule, *((x.positions.min(-1), x.positions.max(-1)) for x in (q, kv)))
+    kv_ends = _ends(_unpadded(_by_tile(block.kv_positions, kv_tile), padding), block.monotone)
+    first, last = (None if x is None else _of_all_heads(x, q_tile, block.monotone) for x in (block.first, block.last))
+    parts = overlaps(first, last, kv_ends)
     if block.q_segments is not None and block.kv_segments is not None:
-        kv_ids = _unpadded(_by_tile(block.kv_segments, kv_tile), padding)
-        parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
-    if rule.masks:
-        parts.append(tiles_of(rule.masks, q, kv))
-    if block.mask is not None:
-        parts.append(_of_dense(block.mask, q_tile, kv_tile))
+        parts.append(_of_segments(block.q_segments, block.kv_segments, q_tile, kv_tile, padding))
+    if block.bits is not None:
+        parts.append(_of_bits(block.bits, block.kv_length, q_tile, kv_tile))
     if padding is not None:
         parts.append((~padding.all(-1)[:, None, :], ~padding.any(-1)[:, None, :]))
     grid = jnp.ones((1, block.q_length // q_tile, block.kv_length // kv_tile), bool)
@@ -54,15 +49,21 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     return Tiles(*jnp.broadcast_arrays(some, full))
 
 
-def by_position(rule: Rule, q: Any, kv: Any) -> list[tuple[Any, Any]]:
-    """Pairs `(some, full)` as in `Tiles`, one for each bound of causality, window and chunk; `tiles` ANDs them.
+def overlaps(first: Ends | None, last: Ends | None, keys: Ends) -> list[tuple[Any, Any]]:
+    """Pairs `(some, full)` as in `Tiles`, one for each end of the intervals; they are ANDed.
 
-    `q` and `kv` are pairs of arrays, `[g, nq]` and `[g, nk]`: the least and the greatest position of each tile.
+    For the tiles of queries, `first` and `last` have the least and the greatest of these ends; `None` is no bound. For
+    the tiles of keys, `keys` has the least and the greatest position.
     """
-    (low, high_of_all), (low_of_all, high) = (bounds(rule, x[..., None]) for x in q)
-    first, last = (x[..., None, :] for x in kv)
-    parts = [] if low is None else [(last >= low, first >= low_of_all)]
-    return parts if high is None else [*parts, (first <= high, last <= high_of_all)]
+    least, greatest = (x[..., None, :] for x in keys)
+    parts = []
+    if first is not None:
+        lowest, highest = (x[..., None] for x in first)
+        parts.append((greatest >= lowest, least >= highest))
+    if last is not None:
+        lowest, highest = (x[..., None] for x in last)
+        parts.append((least <= highest, greatest <= lowest))
+    return parts
 
 
 def near_equal(length: int, longest: int, multiple: int = 1) -> int:
@@ -78,10 +79,17 @@ def _by_tile(x: jax.Array, tile: int) -> jax.Array:
     return x.reshape(x.shape[0], -1, tile)
 
 
-def _ends(positions: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """The first and the last position of each tile."""
-    by_tile = _by_tile(positions, tile)
-    return by_tile[..., 0], by_tile[..., -1]
+def _ends(by_tile: jax.Array, sorted_tokens: bool) -> Ends:
+    """The least and the greatest value of each tile: its first and its last value if tokens are sorted."""
+    return (by_tile[..., 0], by_tile[..., -1]) if sorted_tokens else (by_tile.min(-1), by_tile.max(-1))
+
+
+def _of_all_heads(x: Int32[Array, "b n T"], tile: int, sorted_tokens: bool) -> Ends:
+    """The least and the greatest value of each tile over all heads."""
+    if x.shape[1] == 1:
+        return _ends(_by_tile(x[:, 0], tile), sorted_tokens)
+    by_tile = x.reshape(*x.shape[:2], -1, tile)
+    return by_tile.min((1, 3)), by_tile.max((1, 3))
 
 
 def _unpadded(x: jax.Array, padding: jax.Array | None) -> jax.Array:
@@ -89,7 +97,30 @@ def _unpadded(x: jax.Array, padding: jax.Array | None) -> jax.Array:
     return x if padding is None else jnp.where(padding, x[..., :1], x)
 
 
-def _of_dense(mask: jax.Array, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
-    batch, heads, rows, columns = mask.shape
-    grid = mask.reshape(batch, heads, rows // q_tile, q_tile, columns // kv_tile, kv_tile)
-    return grid.any((1, 3, 5)), grid.all((1, 3, 5))
+def _of_segments(
+    q_ids: jax.Array, kv_ids: jax.Array, q_tile: int, kv_tile: int, padding: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`(some, full)` of "equal ids, not negative": `some` where the ranges of ids overlap."""
+    q = _by_tile(q_ids, q_tile)
+    kv = _unpadded(_by_tile(kv_ids, kv_tile), padding)
+    low, high = q.min(-1)[:, :, None], q.max(-1)[:, :, None]
+    kv_low, kv_high = kv.min(-1)[:, None, :], kv.max(-1)[:, None, :]
+    some = (kv_low <= high) & (kv_high >= low) & (high >= 0) & (kv_high >= 0)
+    return some, (low == high) & (kv_low == kv_high) & (low == kv_low) & (low >= 0)
+
+
+def _of_bits(words: jax.Array, keys: int, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
+    """`(some, full)`: any bit in any set of words; all bits in all sets. Bits past the last key do not count."""
+    counted = packed(jnp.arange(words.shape[3] * WORD).reshape(1, 1, 1, -1) < keys)
+    if (size := math.gcd(kv_tile, WORD)) < WORD:  # cut words into parts that belong to one tile each
+        starts = jnp.arange(0, WORD, size, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1)
+        cut = (((x[..., None] >> starts) & jnp.uint32(2**size - 1)) for x in (words, counted))
+        words, counted = (x.reshape(*x.shape[:3], -1)[..., : keys // size] for x in cut)
+
+    def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:
+        by_tile = x.reshape(*x.shape[:2], -1, q_tile, keys // kv_tile, x.shape[3] * kv_tile // keys)
+        return jax.lax.reduce(by_tile, np.uint32(neutral), combine, (1, 3, 5))
+
+    some = reduced(words & counted, jax.lax.bitwise_or, 0)
+    full = reduced(words | ~counted, jax.lax.bitwise_and, 2**32 - 1)
+    return some != 0, full == np.uint32(2**32 - 1)

@@ -1,52 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys each query of a block sees: the call's options, ids and masks together."""
+"""What each query sees, in the arrays of a block: `first`, `last`, segment ids and bits, and a bias that forbids."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from ..masks import Coordinates, all_of
+from ..masks import Coordinates, Interval, Mask, Reach, all_of
+from ..masks.builder import Built
+from ..masks.reach import INT32_MAX, INT32_MIN
+from . import bits
 from .protocol import BIAS_FORBIDS, Block
-from .rule import Rule
 
 
-def bounds(rule: Rule, positions: Any) -> tuple[Any, Any]:
-    """The first and the last key position that queries at `positions` see by causality, window and chunk.
+class Intervals(NamedTuple):
+    """The first and the last key position that each query sees, and what intervals cannot say.
 
-    A query at `i` sees a key at `j` if `low <= j <= high`; `None` is no bound on that side. Always `low <= i <= high`,
-    and neither bound decreases as `i` grows. `positions` and the results are int32, of NumPy or JAX; a sum beyond
-    int32 is clipped.
+    `first` and `last` are as in `Block`. `masks` are the masks of the call that are no intervals, which become bits.
+    `monotone`: neither end decreases where positions do not.
     """
-    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
-    low = None if left is None else positions.clip(min=left - 2**31) - left
-    high = None if right is None else positions.clip(max=2**31 - 1 - right) + right
-    if rule.causal or rule.chunk_size is not None:
-        high = positions
-    if rule.chunk_size is not None:
-        start = positions - positions % rule.chunk_size
-        low = start if left is None else start.clip(min=low)
-    return low, high
+
+    first: Int32[Array, "b n T"] | None
+    last: Int32[Array, "b n T"] | None
+    masks: tuple[Mask, ...]
+    monotone: bool
+
+
+def intervals(
+    reach: Reach, built: Built, kv_range: Interval, q: Coordinates, head_index: Int32[Array, " N"], natural: bool
+) -> Intervals:
+    """What queries at `q`, `[b, T]`, see by `reach`, by the masks that a `mask_builder` made, and by `kv_range`.
+
+    The masks become intervals if each of them is one. `kv_range` is `[b, n, T]`. `natural`: positions are indices in
+    the sequence, both of queries and of keys.
+    """
+    seen = Interval(*(x if x is None else x[:, None] for x in reach.bounds(q.positions))) & kv_range
+    found = [mask.interval(q, natural) for mask in built.masks]
+    ends = [x for x in found if x is not None]
+    left = built.masks if len(ends) < len(found) else ()
+    if ends and not left:
+        seen &= _of_heads(ends, jnp.asarray(built.of_head, jnp.int32)[head_index], q)
+    known = kv_range.first is None and kv_range.last is None
+    monotone = known and (bool(left) or all(mask.monotone and mask.contains_own for mask in built.masks))
+    return Intervals(*_without_empty(seen), left, monotone)
+
+
+def _of_heads(ends: list[Interval], numbers: Int32[Array, " N"], q: Coordinates) -> Interval:
+    """The interval of each head, `[b, n, T]`, from the intervals `[b, T]` of all masks and each head's `numbers`."""
+
+    def stacked(each: list[Any], unbounded: int) -> Any:
+        if all(x is None for x in each):
+            return None
+        given = [jnp.full_like(q.positions, unbounded) if x is None else x for x in each]
+        joined = jnp.stack(jnp.broadcast_arrays(*given), 1)
+        return joined if len(each) == 1 else joined[:, numbers]
+
+    return Interval(stacked([x.first for x in ends], INT32_MIN), stacked([x.last for x in ends], INT32_MAX))
+
+
+def _without_empty(seen: Interval) -> Interval:
+    """The same intervals; an empty one begins at the largest int32 and ends at the least.
+
+    So `position - first <= last - first` is false in unsigned integers too.
+    """
+    if seen.first is None or seen.last is None:
+        return seen
+    first, last = jnp.broadcast_arrays(seen.first, seen.last)
+    empty = first > last
+    return Interval(jnp.where(empty, INT32_MAX, first), jnp.where(empty, INT32_MIN, last))
 
 
 def visible(block: Block) -> Bool[Array, "b n t s"] | None:
     """Whether a query of `block` sees a key, bias aside; broadcastable to `[B, N, T, S]`. `None` without masks."""
-    rule = block.rule
-    q = Coordinates(block.q_positions, block.q_index).rows()
-    kv = Coordinates(block.kv_positions, block.kv_index).columns()
-    low, high = bounds(rule, q.positions)
-    parts = [] if low is None else [(kv.positions >= low)[:, None]]
-    parts += [] if high is None else [(kv.positions <= high)[:, None]]
+    positions = block.kv_positions[:, None, None]
+    parts = [] if block.first is None else [positions >= block.first[..., None]]
+    parts += [] if block.last is None else [positions <= block.last[..., None]]
     if block.q_segments is not None and block.kv_segments is not None:
         ids, kv_ids = block.q_segments[:, None, :, None], block.kv_segments[:, None, None, :]
         parts.append((ids == kv_ids) & (ids >= 0))
-    if rule.masks:
-        parts.append(_of_heads(block, q, kv))
-    if block.mask is not None:
-        parts.append(block.mask)
+    if block.bits is not None:
+        words = block.bits if block.bits_of_head is None else block.bits[:, block.bits_of_head]
+        parts.append(bits.unpacked(words, block.kv_length))
     if block.padded:
-        parts.append((kv.index >= 0)[:, None])
+        parts.append((block.kv_index >= 0)[:, None, None])
     return all_of(parts)
 
 
@@ -54,21 +90,3 @@ def with_forbidden(bias: Float[Array, "*x"]) -> Float32[Array, "*x"]:
     """The bias in float32, with -inf for every entry below `BIAS_FORBIDS`, which masks out its pair."""
     bias = bias.astype(jnp.float32)
     return jnp.where(bias < BIAS_FORBIDS, -jnp.inf, bias)
-
-
-def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:
-    """True for the pairs that each head sees by the masks of the rule, the other options aside.
-
-    Each distinct mask is evaluated once and then gathered by head.
-    """
-    rule = block.rule
-    if len(rule.masks) == 1:
-        return rule.masks[0].visible(q, kv)[:, None]
-    of_masks = jnp.stack(jnp.broadcast_arrays(*(mask.visible(q, kv) for mask in rule.masks)), 1)
-    return of_masks[:, jnp.asarray(rule.mask_of_head)[block.head_index]]
-
-
-def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
-    """The largest number of keys that any query sees by causality, window and chunk; 2^30 if a side is unbounded."""
-    low, high = bounds(Rule(1.0, causal, window, chunk), np.int32(0 if chunk is None else chunk - 1))
-    return 2**30 if low is None or high is None else min(int(high) - int(low) + 1, 2**30)

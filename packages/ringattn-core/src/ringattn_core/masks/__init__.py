@@ -3,11 +3,11 @@
 
 from .algebra import And as And
 from .algebra import Coordinates as Coordinates
+from .algebra import Interval as Interval
 from .algebra import Mask as Mask
 from .algebra import Not as Not
 from .algebra import Or as Or
 from .algebra import all_of as all_of
-from .algebra import any_of as any_of
 from .kinds import Causal as Causal
 from .kinds import Chunked as Chunked
 from .kinds import Document as Document
@@ -16,4 +16,4 @@ from .kinds import Local as Local
 from .kinds import Numpy as Numpy
 from .kinds import Predicate as Predicate
 from .kinds import Prefix as Prefix
-from .kinds import same_segment as same_segment
+from .reach import Reach as Reach

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mask is: a set of (query, key) pairs, combined by `&`, `|` and `~`, and evaluated lazily, tile by tile."""
+"""What a mask is: a set of (query, key) pairs, combined by `&`, `|` and `~`."""
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 from typing_extensions import override
 
 from ..errors import InputError
+from .reach import Reach, moved
 
 
 class Coordinates(NamedTuple):
@@ -35,14 +34,37 @@ class Coordinates(NamedTuple):
         return Coordinates(self.positions[..., None, :], self.index[..., None, :])
 
 
+class Interval(NamedTuple):
+    """The first and the last key position that each query sees, both inclusive; `None` is no bound on that side.
+
+    A query with `first > last` sees no key. `a & b` is the intersection.
+    """
+
+    first: Int32[Array, "*tokens"] | None = None
+    last: Int32[Array, "*tokens"] | None = None
+
+    def __and__(self, other: "Interval") -> "Interval":
+        return Interval(_joined(jnp.maximum, self.first, other.first), _joined(jnp.minimum, self.last, other.last))
+
+    def hull(self, other: "Interval") -> "Interval":
+        """The least interval that contains both; neither is empty."""
+        return Interval(
+            None if self.first is None or other.first is None else jnp.minimum(self.first, other.first),
+            None if self.last is None or other.last is None else jnp.maximum(self.last, other.last),
+        )
+
+
+def _joined(combine: Callable[..., Array], a: Array | None, b: Array | None) -> Array | None:
+    """`combine(a, b)`, or the one that is given."""
+    return b if a is None else a if b is None else combine(a, b)
+
+
 class Mask:
     """A set of (query, key) pairs: the pairs in which the query sees the key. `&`, `|` and `~` are set operations.
 
-    Masks compare differences of positions. Positions are below 2^30 in magnitude, so that differences fit int32.
-    `visible(q, kv)` broadcasts queries (`q.rows()`) against keys (`kv.columns()`). `tiles(q, kv)` takes the tokens of
-    each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, full)`, each
-    `[g, nq, nk]`: `some` is true wherever any pair is visible, `full` only where every pair is. A mask that
-    defines `tiles` computes both from the minima and maxima of a tile, without arrays of size `T * S`.
+    A mask must define `visible`. It should define `interval` if the keys that a query sees are those between two
+    positions: such a mask takes 8 bytes a query. Any other mask takes a bit for each pair of a query and a key.
+    Positions are below 2^30 in magnitude, so that their differences fit int32.
     """
 
     __array_ufunc__ = None  # for `array & mask`, NumPy then calls `mask.__rand__`
@@ -52,17 +74,31 @@ class Mask:
         """The masks that this mask combines: its fields that are masks."""
         return tuple(x for x in vars(self).values() if isinstance(x, Mask))
 
-    @property
-    def bounded(self) -> bool:
-        """Whether this mask, and every mask that it combines, defines `tiles`."""
-        return type(self).tiles is not Mask.tiles and all(part.bounded for part in self._parts)
-
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
+        """Whether queries see keys, as booleans; queries (`q.rows()`) broadcast against keys (`kv.columns()`)."""
         raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")
 
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        """Evaluates the mask for every pair, one row of tiles at a time; exact, and slower than bounds of positions."""
-        return _evaluated((self,), q, kv)
+    def interval(self, q: Coordinates, natural: bool) -> Interval | None:
+        """The interval of key positions that each query of `q` sees; `None` if the mask has none.
+
+        `natural`: positions are indices in the sequence, both of queries and of keys.
+        """
+        return None
+
+    @property
+    def contains_own(self) -> bool:
+        """Whether each query sees the key at its own position."""
+        return False
+
+    @property
+    def monotone(self) -> bool:
+        """Whether each query sees an interval, and neither of its ends decreases as the query's position grows."""
+        return False
+
+    @property
+    def reach(self) -> Reach:
+        """What the mask allows by differences of positions: a set that contains the mask."""
+        return Reach()
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The `(queries, keys)` shape of each array that the mask holds; all must equal the global lengths."""
@@ -109,10 +145,15 @@ class _Pair(Mask):
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return type(self).combine(self.a.visible(q, kv), self.b.visible(q, kv))
 
+    @property
     @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (some_a, full_a), (some_b, full_b) = self.a.tiles(q, kv), self.b.tiles(q, kv)
-        return type(self).combine(some_a, some_b), type(self).combine(full_a, full_b)
+    def monotone(self) -> bool:
+        return self.a.monotone and self.b.monotone
+
+    @property
+    @override
+    def reach(self) -> Reach:
+        return type(self).combine(self.a.reach, self.b.reach)
 
 
 class And(_Pair):
@@ -120,16 +161,42 @@ class And(_Pair):
 
     combine = operator.and_
 
+    @override
+    def interval(self, q: Coordinates, natural: bool) -> Interval | None:
+        a, b = self.a.interval(q, natural), self.b.interval(q, natural)
+        return None if a is None or b is None else a & b
+
+    @property
+    @override
+    def contains_own(self) -> bool:
+        return self.a.contains_own and self.b.contains_own
+
 
 class Or(_Pair):
-    """The union of two masks, `a | b`."""
+    """The union of two masks, `a | b`.
+
+    It is an interval if both have no bound on the same side, or if both contain the query's own position.
+    """
 
     combine = operator.or_
+
+    @override
+    def interval(self, q: Coordinates, natural: bool) -> Interval | None:
+        a, b = self.a.interval(q, natural), self.b.interval(q, natural)
+        if a is None or b is None:
+            return None
+        open_alike = a.first is b.first is None or a.last is b.last is None
+        return a.hull(b) if open_alike or (self.a.contains_own and self.b.contains_own) else None
+
+    @property
+    @override
+    def contains_own(self) -> bool:
+        return self.a.contains_own or self.b.contains_own
 
 
 @dataclasses.dataclass(frozen=True)
 class Not(Mask):
-    """The complement of a mask, `~a`."""
+    """The complement of a mask, `~a`. It is an interval if `a` is one with a bound on one side only."""
 
     a: Mask
 
@@ -138,41 +205,14 @@ class Not(Mask):
         return ~self.a.visible(q, kv)
 
     @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, full = self.a.tiles(q, kv)
-        return ~full, ~some
-
-
-def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-    """`(some, full)`, each `[g, nq, nk]`: tiles in which any of `masks` shows a pair; in which all show every pair.
-
-    Masks that are not `bounded` are evaluated pair by pair, all in one loop.
-    """
-    found, loose = [mask.tiles(q, kv) for mask in masks if mask.bounded], [mask for mask in masks if not mask.bounded]
-    found += [_evaluated(loose, q, kv)] if loose else []
-    return any_of(some for some, _ in found), all_of(full for _, full in found)
-
-
-def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-    """`(some, full)`, as `tiles_of` returns them, from every (query, key) pair, one row of tiles at a time."""
-    groups = np.broadcast_shapes(*(x.shape[:1] for x in (*q, *kv)))
-    pairs = *groups, kv.index.shape[1], q.index.shape[2], kv.index.shape[2]
-
-    def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
-        rows = Coordinates(*(x[:, None, :, None] for x in tile))
-        seen = [jnp.broadcast_to(mask.visible(rows, kv.columns()), pairs) for mask in masks]
-        return any_of(seen).any((-2, -1)), all_of(seen).all((-2, -1))
-
-    some, full = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
-    return jnp.swapaxes(some, 0, 1), jnp.swapaxes(full, 0, 1)
+    def interval(self, q: Coordinates, natural: bool) -> Interval | None:
+        a = self.a.interval(q, natural)
+        if a is None or (a.first is None) == (a.last is None):
+            return None
+        return Interval(moved(a.last, 1), None) if a.first is None else Interval(None, moved(a.first, -1))
 
 
 def all_of(sets: Iterable[Any]) -> Any:
     """The intersection of `sets`, masks or boolean arrays; `None`, meaning every pair, if there are none."""
     found = list(sets)
     return functools.reduce(operator.and_, found) if found else None
-
-
-def any_of(sets: Iterable[Any]) -> Any:
-    """The union of `sets`, one or more masks or boolean arrays."""
-    return functools.reduce(operator.or_, sets)

@@ -2,6 +2,8 @@
 """Which mask each head obeys: calls a `mask_builder` and converts its results to masks."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax.core
 from ..errors import InputError, RingAttnError, in_one_line
 from .algebra import Mask
 from .kinds import Numpy
+from .reach import Reach
 
 Builder = Callable[[int, int, int, int, int], Any]
 
@@ -20,6 +23,11 @@ class Built:
 
     masks: tuple[Mask, ...]
     of_head: tuple[int, ...]
+
+    @property
+    def reach(self) -> Reach:
+        """What some head sees by differences of positions, or more."""
+        return functools.reduce(operator.or_, (mask.reach for mask in self.masks)) if self.masks else Reach()
 
     def __call__(self, q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> Mask:
         return self.masks[self.of_head[head_idx]]

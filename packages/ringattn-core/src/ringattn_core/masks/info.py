@@ -31,6 +31,7 @@ class MaskInfo:
         q_positions: `[T]` or `[B, T]`: the positions of queries, as in `ring_attention`.
         kv_positions: `[S]` or `[B, S]`.
         attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
+        kv_range: The first and the last position that each query sees, as in `ring_attention`.
     """
 
     q_segment_ids: arrays.QueryIds | None = None
@@ -38,6 +39,7 @@ class MaskInfo:
     q_positions: arrays.QueryPositions | None = None
     kv_positions: arrays.KeyPositions | None = None
     attention_mask: arrays.DenseMask | np.ndarray | None = None
+    kv_range: tuple[Any, Any] | None = None
 
     @classmethod
     def from_segments(cls, q: Any, kv: Any = None) -> Self:
@@ -109,18 +111,63 @@ class MaskInfo:
         kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2), limits=POSITION)
         return cls(q_positions=q_positions, kv_positions=kv_positions)
 
+    @classmethod
+    def from_spans(cls, ids: Any, window: int | None = None) -> Self:
+        """A causal mask, in which the tokens of a span, such as an image, also see each other in both directions.
+
+        Consecutive tokens with the same id are a span; a token with a negative id is in none. With a `window`, causal
+        attention reaches only so many positions back; spans stay whole. It takes 8 bytes a query.
+
+        Args:
+            ids: The span of each token of the whole sequence in natural order, `[B, T]`; it may be traced.
+            window: How many positions before itself a query sees outside its span; `None` is unbounded.
+        """
+        known = _integers("ids", ids, ranks=(2,))
+        index = jax.lax.broadcasted_iota(jnp.int32, known.shape, 1)
+        begins = jnp.pad(known[:, 1:] != known[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        first = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+        last = jax.lax.cummin(jnp.where(ends, index, INT32[1]), axis=1, reverse=True)
+        in_span = known >= 0
+        if window is None:
+            first = jnp.full_like(index, INT32[0])
+        else:
+            back = index - whole("window", static("window", window), 0)
+            first = jnp.where(in_span, jnp.minimum(first, back), back)
+        return cls(kv_range=(first, jnp.where(in_span, last, index)))
+
+    @classmethod
+    def from_prefixes(cls, lengths: Any, total: int, window: int | None = None) -> Self:
+        """A causal mask, in which the first `lengths[b]` tokens of batch row `b` also see each other.
+
+        It is `from_spans` with one span at the start of each row.
+
+        Args:
+            lengths: The number of tokens of the prefix of each row, `[B]`; it may be traced.
+            total: The number of tokens of a row.
+            window: As in `from_spans`.
+        """
+        known = as_int32("lengths", lengths)
+        if known.ndim != 1:
+            raise InputError("lengths", f"has shape {known.shape}", "Pass one length for each row")
+        index = jnp.arange(whole("total", static("total", total), 1), dtype=jnp.int32)
+        return cls.from_spans(jnp.where(index[None] < known[:, None], 0, -1), window)
+
     def specs(self, batch_axes: AxisName, sequence_axis: AxisName, head_axes: AxisName = None) -> "MaskInfo":
         """A `MaskInfo` with a `PartitionSpec` in place of each array: batch, sequence and heads over these mesh axes.
 
         The axis S of the dense mask, and its axes of length 1, are not split.
         """
         roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
-        specs: dict[str, Any] = {
-            name: roles.spec(arrays.types_of(MaskInfo)[name], x.shape)
-            for name, x in vars(self).items()
-            if x is not None
-        }
-        return MaskInfo(**specs)
+
+        def spec(name: str, x: Any) -> Any:
+            if name == "kv_range":
+                shapes = map(np.shape, x)
+                kinds = {2: arrays.QueryIds, 3: arrays.KeyRange}
+                return tuple(roles.spec(kinds.get(len(shape), arrays.QueryPositions), shape) for shape in shapes)
+            return roles.spec(arrays.types_of(MaskInfo)[name], x.shape)
+
+        return MaskInfo(**{name: spec(name, x) for name, x in vars(self).items() if x is not None})
 
 
 def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits = INT32) -> Int32[Array, "..."]:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -18,7 +17,8 @@ from typing_extensions import override
 
 from ..errors import InputError
 from ..integers import fitting, whole
-from .algebra import Coordinates, Mask
+from .algebra import Coordinates, Interval, Mask, all_of
+from .reach import INT32_MAX, INT32_MIN, Reach
 
 
 def _refuse_no_integer(mask: Mask, name: str, least: int) -> None:
@@ -26,47 +26,38 @@ def _refuse_no_integer(mask: Mask, name: str, least: int) -> None:
     whole(f"{type(mask).__name__}({name}=...)", getattr(mask, name), least, remedy=remedy)
 
 
-def _ends(x: Any) -> tuple[Any, Any]:
-    """The minimum and the maximum over the last axis, the tokens of a tile."""
-    return x.min(-1), x.max(-1)
-
-
-class _Band(Mask):
-    """A query sees the keys whose position minus its own lies in the `band` `(low, high)`; `None` is no bound.
-
-    In a tile it lies between the first key minus the last query, and the last key minus the first query.
-    """
-
-    @property
-    def band(self) -> tuple[int | None, int | None]:
-        return None, None
+class _OfReach(Mask):
+    """A mask that a `Reach` describes."""
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        distance = kv.positions - q.positions
-        return self._in_band(distance, distance)
+        first, last = self.reach.bounds(q.positions)
+        sides = [] if first is None else [kv.positions >= first]
+        sides += [] if last is None else [kv.positions <= last]
+        return all_of(sides or [kv.positions - q.positions == kv.positions - q.positions])
 
     @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (q_first, q_last), (kv_first, kv_last) = _ends(q.positions), _ends(kv.positions)
-        least = kv_first[..., None, :] - q_last[..., :, None]
-        most = kv_last[..., None, :] - q_first[..., :, None]
-        return self._in_band(most, least), self._in_band(least, most)
+    def interval(self, q: Coordinates, natural: bool) -> Interval:
+        return Interval(*self.reach.bounds(q.positions))
 
-    def _in_band(self, x: Any, y: Any) -> Any:
-        """Whether `x` is not below the band, and `y` not above it."""
-        low, high = self.band
-        sides = ([] if low is None else [x >= low]) + ([] if high is None else [y <= high])
-        return functools.reduce(operator.and_, sides or [x == x])
+    @property
+    @override
+    def contains_own(self) -> bool:
+        return self.reach.right is None or self.reach.right >= 0
+
+    @property
+    @override
+    def monotone(self) -> bool:
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(_Band):
+class Full(_OfReach):
     """The mask in which every query sees every key."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(_Band):
+class Causal(_OfReach):
     """A query sees keys at most `offset` positions after it; by default none after it."""
 
     offset: int = 0
@@ -76,12 +67,12 @@ class Causal(_Band):
 
     @property
     @override
-    def band(self) -> tuple[int | None, int | None]:
-        return None, self.offset
+    def reach(self) -> Reach:
+        return Reach(causal=self.offset == 0, right=self.offset or None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Local(_Band):
+class Local(_OfReach):
     """A query sees keys at most `left` positions before and `right` positions after it; `None` is unbounded."""
 
     left: int | None = None
@@ -94,8 +85,23 @@ class Local(_Band):
 
     @property
     @override
-    def band(self) -> tuple[int | None, int | None]:
-        return None if self.left is None else -self.left, self.right
+    def reach(self) -> Reach:
+        return Reach(left=self.left, right=self.right)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(_OfReach):
+    """A query sees keys in its own chunk of `size` positions that are not after it."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _refuse_no_integer(self, "size", 1)
+
+    @property
+    @override
+    def reach(self) -> Reach:
+        return Reach(chunk=self.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,30 +118,13 @@ class Prefix(Mask):
         return (kv.positions < self.length) & (q.positions == q.positions)
 
     @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        every = q.positions[..., :1] == q.positions[..., :1]
-        some, full = (end[..., None, :] < self.length for end in _ends(kv.positions))
-        return some & every, full & every
+    def interval(self, q: Coordinates, natural: bool) -> Interval:
+        return Interval(None, jnp.full_like(q.positions, self.length - 1))
 
-
-@dataclasses.dataclass(frozen=True)
-class Chunked(Mask):
-    """A query sees keys in its own chunk of `size` positions that are not after it."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _refuse_no_integer(self, "size", 1)
-
+    @property
     @override
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return (q.positions // self.size == kv.positions // self.size) & (kv.positions <= q.positions)
-
-    @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, full = Causal().tiles(q, kv)
-        same = _same_span(q.positions // self.size, kv.positions // self.size)
-        return some & same[0], full & same[1]
+    def monotone(self) -> bool:
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +165,8 @@ class Document(Mask):
     """A query sees the keys of its own document. Documents are the same in every batch row.
 
     `q_ids` and `kv_ids` are host integers, one for each token of the whole sequence; a negative id is padding. Without
-    `kv_ids`, keys have the ids of queries.
+    `kv_ids`, keys have the ids of queries. Documents are intervals if each has consecutive keys, and positions are
+    indices in the sequence.
     """
 
     q_ids: _Held
@@ -196,14 +186,46 @@ class Document(Mask):
         return (q_ids == kv_ids) & (q_ids >= 0)
 
     @override
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        return same_segment(*self._ids(q, kv))
+    def interval(self, q: Coordinates, natural: bool) -> Interval | None:
+        ends = _runs_of(self.q_ids, self.kv_ids) if natural else None
+        return None if ends is None else Interval(*(jnp.asarray(x)[q.index.clip(0, x.size - 1)] for x in ends))
 
-    def _ids(self, q: Coordinates, kv: Coordinates) -> list[Any]:
-        """The ids of these queries and keys: NumPy arrays where the index is one, else JAX arrays."""
+    @property
+    @override
+    def contains_own(self) -> bool:
+        return self.q_ids == self.kv_ids and bool((self.q_ids.array >= 0).all())
+
+    @property
+    @override
+    def monotone(self) -> bool:
+        return self.contains_own and _runs_of(self.q_ids, self.kv_ids) is not None
+
+    def _ids(self, q: Coordinates, kv: Coordinates) -> list[jax.Array]:
+        """The ids of these queries and keys."""
         held = ((self.q_ids.array, q.index), (self.kv_ids.array, kv.index))
-        on_side = ((ids if isinstance(index, np.ndarray) else jnp.asarray(ids), index) for ids, index in held)
-        return [ids[index.clip(0, ids.size - 1)] for ids, index in on_side]
+        return [jnp.asarray(ids)[index.clip(0, ids.size - 1)] for ids, index in held]
+
+
+@functools.lru_cache(maxsize=16)
+def _runs_of(q_ids: _Held, kv_ids: _Held) -> tuple[np.ndarray, np.ndarray] | None:
+    """For each query, the first and the last index of the keys with its id; `None` if a document's keys are scattered.
+
+    A query of padding, or of a document without keys, gets an empty interval.
+    """
+    ids = kv_ids.array
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+    ends, of_run = np.append(starts[1:], ids.size) - 1, ids[starts]
+    real = of_run >= 0
+    starts, ends, of_run = starts[real], ends[real], of_run[real]
+    order = np.argsort(of_run, kind="stable")
+    starts, ends, of_run = starts[order], ends[order], of_run[order]
+    if (np.diff(of_run) == 0).any():
+        return None
+    at = np.searchsorted(of_run, q_ids.array).clip(0, max(of_run.size - 1, 0))
+    known = (of_run[at] == q_ids.array) if of_run.size else np.zeros(q_ids.array.shape, bool)
+    first, last = np.full(known.shape, INT32_MAX, np.int32), np.full(known.shape, INT32_MIN, np.int32)
+    first[known], last[known] = starts[at[known]], ends[at[known]]
+    return first, last
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -228,20 +250,6 @@ class Numpy(Mask):
         rows, columns = self.shape
         index = jnp.clip(q.index, 0, rows - 1), jnp.clip(kv.index, 0, columns - 1)
         return jnp.asarray(self.held.array)[index]
-
-
-def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """`Mask.tiles` for "equal ids, not negative", of tiles of `q_ids` `[g, nq, tq]` and of `kv_ids` `[g, nk, tk]`."""
-    some, full = _same_span(q_ids, kv_ids)
-    (q_low, q_high), (_, kv_high) = _ends(q_ids), _ends(kv_ids)
-    return some & (q_high >= 0)[..., :, None] & (kv_high >= 0)[..., None, :], full & (q_low >= 0)[..., :, None]
-
-
-def _same_span(q: Any, kv: Any) -> tuple[Any, Any]:
-    """`(some, full)`: query and key tiles with overlapping ranges of values; tiles whose values are all equal."""
-    q_low, q_high = (x[..., :, None] for x in _ends(q))
-    kv_low, kv_high = (x[..., None, :] for x in _ends(kv))
-    return (kv_low <= q_high) & (kv_high >= q_low), (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
 
 
 @dataclasses.dataclass(frozen=True)

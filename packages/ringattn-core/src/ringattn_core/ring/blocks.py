@@ -2,18 +2,21 @@
 """The block of one hop: this rank's queries, the keys that are here, and the global positions and indices of both."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from ..contract import bits
 from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_static_masks
+from ..contract.visibility import Intervals, intervals
+from ..masks import Coordinates
 from ..placement.layout import Shards
+from .kv import KV
 from .plan import Level
-from .sends import KV
 
 
 @jax.tree_util.register_dataclass
@@ -44,16 +47,32 @@ class Ring:
         return self.key_shards.count < self.query_shards.count
 
 
-def block_of(ring: Ring, call: Call, kv: KV, owner: Any) -> Block:
+class Queries(NamedTuple):
+    """The queries of a rank, computed once a call: the position and index of each, and which keys it sees."""
+
+    positions: Int32[Array, "b T"]
+    index: Int32[Array, "1 T"]  # pyright: ignore[reportIncompatibleMethodOverride]
+    sees: Intervals
+
+
+def queries_of(ring: Ring, call: Call) -> Queries:
+    """The `Queries` of this rank."""
+    index = ring.query_shards.indices(ring.rank, call.query.shape[1])[None]
+    offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
+    positions = index + offset if call.q_positions is None else jnp.atleast_2d(call.q_positions)
+    at = Coordinates(positions, index)
+    sees = intervals(call.reach, call.built, call.kv_range, at, ring.head_index, call.natural)
+    return Queries(positions, index, sees)
+
+
+def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Block:
     """The `Block` of this rank's queries against the keys in `kv`, of the shard of rank `owner`.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`). With
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`). With
     `ring.all_gather`, these keys are one shard, and `owner` is 0.
     """
     length = KV(call.travelling).length * (ring.query_shards.count // ring.key_shards.count)
-    q_index = ring.query_shards.indices(ring.rank, call.query.shape[1])[None]
     kv_index = _of_rows(kv, ring.key_shards.indices(owner, length)[None])
-    query_offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
 
     def of_keys(x: jax.Array | None) -> Any:
         """The entries of these keys, from an array over the keys of all ranks in the order of the ranks."""
@@ -63,23 +82,36 @@ def block_of(ring: Ring, call: Call, kv: KV, owner: Any) -> Block:
         """The columns of these keys, from an array over all keys in natural order."""
         return x if x is None else _of_rows(kv, ring.key_shards.columns(x, owner))
 
+    kv_positions = kv_index if call.kv_positions is None else jnp.atleast_2d(of_keys(call.kv_positions))
+    words, of_head = bits.of_masks(
+        queries.sees.masks,
+        jnp.asarray(call.built.of_head, jnp.int32)[ring.head_index] if queries.sees.masks else None,
+        columns(call.attention_mask),
+        Coordinates(queries.positions, queries.index),
+        Coordinates(kv_positions, kv_index),
+    )
     return Block(
         q=call.query,
         kv=kv.arrays,
-        q_positions=q_index + query_offset if call.q_positions is None else jnp.atleast_2d(call.q_positions),
-        kv_positions=kv_index if call.kv_positions is None else jnp.atleast_2d(of_keys(call.kv_positions)),
-        q_index=q_index,
+        first=queries.sees.first,
+        last=queries.sees.last,
+        q_positions=queries.positions,
+        kv_positions=kv_positions,
+        q_index=queries.index,
         kv_index=kv_index,
         batch_index=ring.batch_index,
         head_index=ring.head_index,
         q_segments=call.q_segment_ids,
         kv_segments=of_keys(call.kv_segment_ids),
         bias=columns(call.bias),
-        mask=columns(call.attention_mask),
+        bits=words,
+        bits_of_head=of_head,
         slopes=None if call.alibi_slopes is None else call.alibi_slopes[None],
         seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
-        keys_from=(call.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
+        reach=call.reach,
+        monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
+        keys_from=(call.placement.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
 
 

@@ -8,19 +8,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float32
 
 from ..contract import batching, ordering
 from ..contract.call import Call
-from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from . import all_gather
-from .blocks import Ring, block_of
+from .blocks import Ring, block_of, queries_of
+from .exchange import as_passed_on, exchange
+from .kv import KV
 from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
-from .sends import KV, packed, sent
 
 Body = Callable[[KV, Any, Partial | None], Partial]
 """`body(kv, owner, partial)` continues `partial` with keys `kv` of the rank `owner`. It is a kernel, or the loop over
@@ -28,27 +29,28 @@ an inner mesh axis of the ring."""
 
 
 def forward(ring: Ring, call: Call) -> Partial:
-    """Attention of this rank's queries to the keys of all ranks, with sinks; `out` is in the dtype of the queries.
+    """Attention of this rank's queries to the keys of all ranks; `out` is in the dtype of the queries.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`).
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`).
     """
-    kernel, own = batching.forward(ring.kernel), KV(call.travelling)
+    kernel, own, queries = batching.forward(ring.kernel), KV(call.travelling), queries_of(ring, call)
 
     def one_block(kv: KV, owner: Any, partial: Partial | None) -> Partial:
         if call.expand is not None:
             kv = dataclasses.replace(kv, arrays=call.expand(kv.arrays, call.expand_params))
         # Without this, XLA on CPU computes positions and tile lists, which derive from the owner, for all hops at once.
-        owner = ordering.tie_on_cpu(owner, partial and partial.lse)
-        block = block_of(ring, call, kv, owner)
+        owner = ordering.tie_on_cpu(owner, _computed(partial))
+        block = block_of(ring, call, queries, kv, owner)
         # With an all-gather too: one block has all keys, so nothing continues its output.
-        return kernel(dataclasses.replace(block, final=not ring.levels and call.softmax_aux is None), partial)
+        return kernel(dataclasses.replace(block, final=not ring.levels), partial)
 
     body: Body = one_block
     for level in ring.levels:
         body = around(level, body)
     if ring.all_gather:
         body = all_gather.gathering(ring, body)
-    partial = with_sinks(body(own, ring.rank, None), sinks_of(call))
+    partial = body(own, ring.rank, beginning(call))
+    assert partial.out is not None
     out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
     return Partial(out, checkpoint_name(partial.lse, LSE_NAME), partial.max_logits)
 
@@ -63,19 +65,30 @@ def around(level: Level, body: Body) -> Body:
     def loop(given: KV, owner: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
-            # The send and the kernel of this hop start after the kernel of the hop before.
-            kv = ordering.tie(kv, partial and partial.lse)
-            if level.direct:
-                keys_out = ordering.tie(given, partial and partial.lse)
-            else:  # the kernel reads the array that is sent
-                kv = packed(kv)
-                keys_out = kv
-            keys_in = sent(level, keys_out, hop.key_shift, hop.next_rows)
-            return keys_in, body(kv, level.owner(owner, hop.distance), partial)
+            now = exchange(level, hop, given, kv, ended=_computed(partial))
+            return now.keys_in, body(now.kv, level.owner(owner, hop.distance), partial)
 
-        return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]
+        return level.run_hops(one_hop, (as_passed_on(level, given), partial), level.forward_hops)[1]
 
     return loop
+
+
+def _computed(partial: Partial | None) -> jax.Array | None:
+    """An array that the kernel of the hop before computes; `None` before the first kernel."""
+    return None if partial is None or partial.out is None else partial.lse
+
+
+def beginning(call: Call) -> Partial | None:
+    """The partial result that the ring begins from: the attention sinks, or `None` without sinks.
+
+    Sinks have weight and no value. They are in no kernel's block, so they count once, not once a hop.
+    """
+    sinks = sinks_of(call)
+    if sinks is None:
+        return None
+    batch, length, heads, _ = call.query.shape
+    lse = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1)[None, :, None], (batch, heads, length))
+    return Partial(None, lse, jnp.full_like(lse, -jnp.inf) if call.rule.return_max_logits else None)
 
 
 def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:

@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..contract.rule import Rule
-from ..contract.tiles import by_position
-from ..contract.visibility import bounds
-from ..masks import Coordinates, any_of
+from ..contract.tiles import overlaps
+from ..masks import Reach
 from ..placement.layout import Shards, pieces
 
 UNROLLED: Final = 8
@@ -113,7 +111,7 @@ def _steps(distances: Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def levels(
-    rule: Rule, shards: Shards, lengths: tuple[int, int], axis: tuple[str, ...], sizes: tuple[int, ...]
+    reach: Reach, shards: Shards, lengths: tuple[int, int], axis: tuple[str, ...], sizes: tuple[int, ...]
 ) -> tuple[Level, ...]:
     """The loops of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
 
@@ -121,7 +119,7 @@ def levels(
     one level over all axes, because a few sends take less time than a round of every axis. `lengths` are the numbers of
     queries and keys of a shard.
     """
-    seen = rows_seen(rule, shards, lengths)
+    seen = rows_seen(reach, shards, lengths)
     if len(seen) == 1:
         return ()
     if len(seen) < shards.count or {*seen.values()} != {(0, lengths[1])}:
@@ -135,51 +133,46 @@ def levels(
     return tuple(innermost_first)
 
 
-def rows_seen(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
+def rows_seen(reach: Reach, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
     """The distances at which some query may see some key, each with the range of a shard's rows that some rank sees.
 
-    `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position. Segment
-    ids leave out none, because they are known only at run time. If more than `UNROLLED` hops remain, each has all rows
-    of a shard.
+    `reach` is the `reach_of_hops` of a call. Nothing else leaves out hops or rows: segment ids, ranges and other arrays
+    are known only at run time. If more than `UNROLLED` hops remain, each has all rows of a shard.
     """
     whole = (0, lengths[1])
-    if not rule.masks and bounds(rule, np.int32(0)) == (None, None):
+    if reach == Reach():
         return dict.fromkeys(range(shards.count), whole)
-    others = [distance for distance in range(1, shards.count) if _visible(rule, shards, lengths, distance, 1).any()]
+    others = [distance for distance in range(1, shards.count) if _visible(reach, shards, lengths, distance, 1).any()]
     if len(others) > UNROLLED:
         return dict.fromkeys((0, *others), whole)
-    rows = {distance: _rows_at(rule, shards, lengths, distance) for distance in others}
+    rows = {distance: _rows_at(reach, shards, lengths, distance) for distance in others}
     return {0: whole} | {distance: x for distance, x in rows.items() if x is not None}
 
 
-def _rows_at(rule: Rule, shards: Shards, lengths: tuple[int, int], distance: int) -> tuple[int, int] | None:
+def _rows_at(reach: Reach, shards: Shards, lengths: tuple[int, int], distance: int) -> tuple[int, int] | None:
     """The rows that some rank sees of the shard `distance` ranks back, in whole tiles; `None` for no row."""
-    some = _visible(rule, shards, lengths, distance, MOST_TILES)
+    some = _visible(reach, shards, lengths, distance, MOST_TILES)
     seen, tile = np.flatnonzero(some.any((0, 1))), lengths[1] // some.shape[-1]
     return (int(seen[0]) * tile, (int(seen[-1]) + 1) * tile) if seen.size else None
 
 
-def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], distance: int, parts: int) -> np.ndarray:
+def _visible(reach: Reach, shards: Shards, lengths: tuple[int, int], distance: int, parts: int) -> np.ndarray:
     """True where a tile of a rank's queries may see a tile of the keys of the rank `distance` ranks back.
 
     A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
-    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them. The ends do not bound
-    a mask that holds an array, such as document ids, so all tokens are then read.
+    `[ranks, query tiles, key tiles]`. Positions increase within a tile, so its ends bound them, and what it sees.
     """
-    masks = rule.masks if all(mask.bounded for mask in rule.masks) else ()
-    every = any(mask.shapes() for mask in masks)
-    q, kv = (_tiles(shards, length, parts, every) for length in lengths)
-    kv = np.roll(kv, distance, 0)
-    conditions = by_position(rule, *((x[..., 0], x[..., -1]) for x in (q, kv)))
-    if masks:
-        conditions.append(any_of(masks).tiles(Coordinates(q, q), Coordinates(kv, kv)))
-    some = np.ones((len(q), q.shape[1], kv.shape[1]), bool)
-    return functools.reduce(np.logical_and, (some_of_part for some_of_part, _ in conditions), some)
+    q, kv = (_tile_ends(shards, length, parts) for length in lengths)
+    keys = np.roll(kv[0], distance, 0), np.roll(kv[1], distance, 0)
+    # One pair for each bound of the reach: what the first query of a tile sees, and what the last one sees.
+    first, last = (None if pair[0] is None else pair for pair in zip(*map(reach.bounds, q), strict=True))
+    some = np.ones((*q[0].shape, keys[0].shape[1]), bool)
+    return functools.reduce(np.logical_and, (of_bound for of_bound, _ in overlaps(first, last, keys)), some)
 
 
 @functools.lru_cache(maxsize=4)
-def _tiles(shards: Shards, length: int, parts: int, every: bool) -> np.ndarray:
-    """The global indices of all tokens, if `every`, else of the two ends of each tile: `[ranks, tiles, tokens]`.
+def _tile_ends(shards: Shards, length: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global index of the first and of the last token of each tile, both `[ranks, tiles]`.
 
     Each shard is cut into up to `parts` equal tiles.
     """
@@ -187,4 +180,4 @@ def _tiles(shards: Shards, length: int, parts: int, every: bool) -> np.ndarray:
     while 2 * count <= parts and length % (2 * count) == 0:
         count *= 2
     tokens = shards.order(shards.count * length).reshape(shards.count, count, length // count)
-    return tokens if every else tokens[..., [0, -1]]
+    return tokens[..., 0], tokens[..., -1]

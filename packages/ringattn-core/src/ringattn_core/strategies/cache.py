@@ -10,22 +10,22 @@ import jax.numpy as jnp
 
 from ..contract import batching
 from ..contract.call import Call
-from ..contract.merge import merged_over, with_sinks
+from ..contract.merge import merged, merged_over
 from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.arrays import axes_with
 from ..placement.layout import Shards
-from ..ring.blocks import block_of
+from ..ring.blocks import block_of, queries_of
 from ..ring.engine import ring_of, without_derivative
-from ..ring.forward import sinks_of
-from ..ring.sends import KV
+from ..ring.forward import beginning
+from ..ring.kv import KV
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk, if a rank's cache is cut into chunks that a kernel runs in parallel."""
-PER_HEAD: Final = tuple(name for name in axes_with(Block, "N", "n") if name not in ("q", "head_index"))
-"""The optional arrays of a block that have a value for each query head."""
+BY_HEAD: Final = {name: axis for name, axis in axes_with(Block, "N", "n").items() if name not in ("q", "head_index")}
+"""The optional arrays of a block that may have a value for each query head, with their axis of heads."""
 MOST_CHUNKS: Final = 128
 """The most chunks of all batch rows and key heads together: about the number of multiprocessors of a large GPU."""
 
@@ -41,18 +41,24 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     everyone = _with_all_queries(call) if sharded else call
     ring = ring_of(kernel, everyone)
     ring, here = align((ring, everyone), axes_of(ring, everyone))
-    own = block_of(ring, dataclasses.replace(here, kv_positions=None), KV((here.key, here.value)), ring.rank)
+    keys_alone = dataclasses.replace(here, kv_positions=None)
+    queries = queries_of(ring, here)
+    own = block_of(ring, keys_alone, queries, KV((here.key, here.value)), ring.rank)
     if here.kv_positions is not None:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:
-        own = _with_increasing_positions(own)
-    sinks = sinks_of(everyone)
-    whole = sharded or takes_few_queries(kernel)
+        # Queries are consecutive tokens, although they have `q_positions`, which could come in any order.
+        own = dataclasses.replace(own, monotone=queries.sees.monotone)
+    whole, sinks = sharded or takes_few_queries(kernel), beginning(call)
     group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
     asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
-    asked = dataclasses.replace(asked, final=chunks == 1 and not ring.axis and sinks is None)
-    partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
-    partial = with_sinks(_with_groups_as_heads(partial, group), sinks)
+    first = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
+    asked = dataclasses.replace(asked, final=not ring.axis and chunks == 1 and first is sinks)
+    partial = merged_over(batching.forward(kernel)(asked, first), ring.axis, chunks, scattered=sharded)
+    partial = _with_groups_as_heads(partial, group)
+    if sinks is not None and first is None:
+        partial = merged([partial, sinks])
+    assert partial.out is not None
     return Partial(partial.out.astype(call.query.dtype), partial.lse)
 
 
@@ -76,28 +82,27 @@ _sharded_queries = without_derivative(
 
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
-    assert call.axis_name is not None and call.query_offset is not None
-    ranks = axes.size(call.axis_name)
-    index = Shards(call.layout, ranks).order(ranks * call.query.shape[1])
+    assert call.placement.axis_name is not None and call.query_offset is not None
+    ranks, whole = axes.size(call.placement.axis_name), functools.partial(_of_all_ranks, call.placement.axis_name)
+    index = Shards(call.placement.layout, ranks).order(ranks * call.query.shape[1])
+    ranges = {name: whole(x, 2) for name in ("kv_first", "kv_last") if (x := getattr(call, name)) is not None}
     return dataclasses.replace(
         call,
-        query=jax.lax.all_gather(call.query, call.axis_name, axis=1, tiled=True),
+        query=whole(call.query, 1),
         q_positions=call.query_offset.reshape(-1, 1) + index[None],
         query_offset=None,
+        **ranges,
     )
 
 
-def _with_increasing_positions(block: Block) -> Block:
-    """Tells kernels that positions increase, so that they need no list of the tiles to visit.
-
-    Queries are consecutive tokens, but have `q_positions`, which `Call.rule` must assume to be in any order.
-    """
-    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=True))
+def _of_all_ranks(axis: tuple[str, ...], x: jax.Array, dim: int) -> jax.Array:
+    return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _group(block: Block) -> int:
-    """How many query heads of one key head become rows of queries: all, or 1 if an array in `PER_HEAD` is used."""
-    return block.group if all(getattr(block, name) is None for name in PER_HEAD) else 1
+    """How many query heads of one key head become rows of queries: all, or 1 if an array has values by head."""
+    by_head = (x.shape[axis] > 1 for name, axis in BY_HEAD.items() if (x := getattr(block, name)) is not None)
+    return 1 if any(by_head) else block.group
 
 
 def _chunks(block: Block) -> int:
@@ -115,9 +120,11 @@ def _chunked(block: Block, count: int) -> Block:
 
     of_keys = {name: rows(getattr(block, name)) for name in ("kv_positions", "kv_index")}
     of_keys = {name: jnp.tile(x, (batch * count // len(x), 1)) for name, x in of_keys.items()}
-    of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "batch_index")}
-    if batch > 1:  # otherwise one row of positions serves all chunks
-        of_queries["q_positions"] = jnp.repeat(block.q_positions, count, 0)
+    repeated = ["q", "batch_index"]
+    if batch > 1:  # otherwise one row serves all chunks
+        by_row = {name: getattr(block, name) for name in ("q_positions", "first", "last")}
+        repeated += [name for name, x in by_row.items() if x is not None and len(x) > 1]
+    of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in repeated}
     return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
 
 
@@ -133,6 +140,7 @@ def _with_groups_as_rows(block: Block, group: int) -> Block:
 
 def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
     """The result with its query heads as heads again: undoes `_with_groups_as_rows`."""
+    assert partial.out is not None
     batch, rows, heads, size = partial.out.shape
     out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
     lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)

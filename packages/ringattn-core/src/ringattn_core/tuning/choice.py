@@ -96,14 +96,14 @@ def with_parameters(registration: Registration, call: Call) -> Call:
     Forward and backward parameters are filled in separately, because a call may set only one kind.
     """
     cfgs = _overlays_of(registration.name)
-    forward = [x for x in (call.fwd_params, *(cfg.fwd_params for cfg in cfgs)) if x != FwdParams()]
-    backward = [x for x in (call.bwd_params, *(cfg.bwd_params for cfg in cfgs)) if x != BwdParams()]
+    forward = [x for x in (call.rule.fwd_params, *(cfg.fwd_params for cfg in cfgs)) if x != FwdParams()]
+    backward = [x for x in (call.rule.bwd_params, *(cfg.bwd_params for cfg in cfgs)) if x != BwdParams()]
     if not (forward and backward):
         tuned = RingAttentionConfig()
         if tunable(registration) or hasattr(registration.implementation(), "default_config"):
-            tuned = configured(registration, of_call(registration, call, size(call.axis_name or ())))
+            tuned = configured(registration, of_call(registration, call, size(call.placement.axis_name or ())))
         forward, backward = [*forward, tuned.fwd_params], [*backward, tuned.bwd_params]
-    return dataclasses.replace(call, fwd_params=forward[0], bwd_params=backward[0])
+    return call.ruled(fwd_params=forward[0], bwd_params=backward[0])
 
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:

@@ -24,37 +24,42 @@ from .scores import (
     to_width,
 )
 
-LARGEST: Final = 0
+BASE: Final = 0
 TOTAL: Final = 1
-"""The rows of `softmax`: row 0 has the largest score of each query so far, row 1 the sum of `2 ** (s - largest)`."""
+LARGEST: Final = 2
+"""The rows of `softmax`: row 0 has the number that is subtracted from the scores `s` of each query, row 1 the sum of
+`2 ** (s - base)`, and row 2, if asked for, the largest score. The base begins as the lse of the partial result."""
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
-"""The largest score of a query that has seen no key. Only -inf is lower, and exp(-inf - LOWEST) is 0."""
+"""The base of a query with nothing in its denominator. Only -inf is lower, and exp(-inf - LOWEST) is 0."""
 
 
 def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Continues `out` and `softmax` with the keys of the steps; starts them from no keys if they are not inputs.
+    """Continues `out` and `softmax` with the keys of the steps. An input that is not there begins at zeros.
 
-    In the scratch memory, every lane of a row has the same `largest`; the sum of exponentials is the sum of `total`
-    over the lanes; and `acc` is the output times this sum. Probabilities that dropout keeps enter `acc` unscaled: the
-    last step multiplies by `1 / (1 - dropout_prob)`, in float32.
+    In the scratch memory, every lane of a row has the same `base` and the same `largest`; the sum of exponentials is
+    the sum of `total` over the lanes; and `acc` is the output times this sum. Probabilities that dropout keeps enter
+    `acc` unscaled: the last step multiplies by `1 / (1 - dropout_prob)`, in float32.
     """
-    acc, largest, total, columns = scratch["acc"], scratch["largest"], scratch["total"], scratch.get("columns")
+    acc, base, total, columns = scratch["acc"], scratch["base"], scratch["total"], scratch.get("columns")
+    largest = scratch.get("largest")
 
     @pl.when(step.has(FIRST))
     def _():
         keep_columns(inputs.get("q_integers"), columns)
-        if "out" in inputs:
-            before = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :])
-            acc[...] = inputs["out"][...] * to_width(before / settings.rule.keep_weight, acc.shape[1])
-            largest[...] = to_column(inputs["softmax"][LARGEST : LARGEST + 1, :])
-            total[...] = before / LANES
+        acc[...] = inputs["out"][...] / settings.rule.keep_weight if "out" in inputs else jnp.zeros_like(acc)
+        if "softmax" in inputs:
+            base[...] = to_column(inputs["softmax"][BASE : BASE + 1, :])
+            total[...] = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :]) / LANES
         else:
-            acc[...] = jnp.zeros_like(acc)
-            largest[...] = jnp.full_like(largest, LOWEST)
+            base[...] = jnp.full_like(base, LOWEST)
             total[...] = jnp.zeros_like(total)
+        if largest is not None:
+            nothing = jnp.full_like(largest, -jnp.inf)
+            seen = "softmax" in inputs
+            largest[...] = to_column(inputs["softmax"][LARGEST : LARGEST + 1, :]) if seen else nothing
 
     def visit(start: int, masked: bool) -> None:
-        _visit(Part(settings, step, inputs, columns, False, start, part), acc, largest, total, masked)
+        _visit(Part(settings, step, inputs, columns, False, start, part), acc, base, total, largest, masked)
 
     over_parts(step, inputs["k"].shape[0], part, visit)
 
@@ -63,20 +68,25 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
         weight = jnp.broadcast_to(total[...].sum(-1, keepdims=True), total.shape)
         share = settings.rule.keep_weight / jnp.where(weight == 0.0, 1.0, weight)
         outputs["out"][...] = (acc[...] * to_width(share, acc.shape[1])).astype(outputs["out"].dtype)
-        outputs["softmax"][LARGEST : LARGEST + 1, :] = to_row(largest[...])
+        outputs["softmax"][BASE : BASE + 1, :] = to_row(base[...])
         outputs["softmax"][TOTAL : TOTAL + 1, :] = to_row(weight)
+        if largest is not None:
+            outputs["softmax"][LARGEST : LARGEST + 1, :] = to_row(largest[...])
 
 
-def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None:
+def _visit(part: Part, acc: Any, base: Any, total: Any, largest: Any, masked: bool) -> None:
     settings = part.settings
     s, _ = scores(part, products(part, "q", "k"))
     s = mask_out(part, s) if masked else s
-    before = largest[...]
-    after = jnp.maximum(before, s.max(-1, keepdims=True))
+    most = s.max(-1, keepdims=True)
+    before = base[...]
+    after = jnp.maximum(before, most)
     p = jnp.exp2(s - to_width(after, part.width))
     decay = jnp.exp2(before - after)
     total[...] = decay * total[...] + folded(p)
-    largest[...] = after
+    base[...] = after
+    if largest is not None:
+        largest[...] = jnp.maximum(largest[...], most)
     if settings.rule.dropout_prob:
         p = p * kept(part, 1.0)
     acc[...] = to_width(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)

@@ -151,10 +151,10 @@ def distance(part: Part) -> jax.Array:
 def _visible(part: Part) -> jax.Array | None:
     """Which queries see which keys of the part; `None` if the kernel reads no masks, so that all see all."""
     rows, parts = part.settings.q_rows, []
-    if "high" in rows:
-        parts.append(part.of_key("position") <= part.of_query("high"))
-    if "low" in rows:
-        parts.append(part.of_key("position") >= part.of_query("low"))
+    if "last" in rows:
+        parts.append(part.of_key("position") <= part.of_query("last"))
+    if "first" in rows:
+        parts.append(part.of_key("position") >= part.of_query("first"))
     if "segment" in rows:
         parts.append(part.of_query("segment") == part.of_key("segment"))
     if "mask_bits" in part.inputs:

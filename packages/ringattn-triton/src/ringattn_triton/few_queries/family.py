@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from ringattn_core.contract.merge import merged
 from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.visibility import span
 
 from .. import kernel_inputs
 from ..kernel_inputs import BlockConstants
@@ -51,22 +50,25 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     schedule = _schedule(block, constants, target)
     batch, heads = block.q.shape[0], constants.kv_heads
     columns = -(-constants.kv_length // schedule.kv_tile)
-    reach = span(constants.causal, (constants.left, constants.right), constants.chunk)
     rows = -(-constants.q_length * constants.group // schedule.q_tile)
-    splits = _splits(batch * heads * rows, min(columns, -(-reach // schedule.kv_tile) + 1))
+    splits = _splits(batch * heads * rows, min(columns, -(-block.reach.span // schedule.kv_tile) + 1))
     value_dim = kernel_inputs.padded_dim(constants.value_dim)
+    # Sinks have no output. Whatever has one is merged with the result.
+    sinks, earlier = (partial, None) if partial is None or partial.out is None else (None, partial)
+    narrow = block.final and earlier is None
     found = launch(
         forward_kernel,
-        inputs.in_tiles(schedule.q_tile, schedule.kv_tile),
-        _results(block, batch * splits, block.final and partial is None and splits == 1),
+        [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), None if sinks is None else sinks.lse],
+        _results(block, batch * splits, narrow and splits == 1),
         grid=(batch * rows * splits * heads,),
         warps=schedule.warps,
         stages=schedule.stages,
         name="ringattn_few_queries",
         F=constants,
         T=TableShape(listed=False, run=True, rows=rows, columns=columns, grouped=False, together=1),
+        FROM_LSE=sinks is not None,
         SPLITS=splits,
-        SORTED=block.rule.increasing and not block.padded,
+        SORTED=block.monotone and not block.padded,
         Q_TILE=schedule.q_tile,
         KV_TILE=schedule.kv_tile,
         DIM=kernel_inputs.padded_dim(constants.head_dim),
@@ -76,7 +78,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         found = launch(
             merge_kernel,
             found,
-            _results(block, batch, block.final and partial is None),
+            _results(block, batch, narrow),
             grid=(batch * constants.q_length * constants.heads,),
             name="ringattn_few_queries_merge",
             F=constants,
@@ -84,7 +86,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
             PLACES=kernel_inputs.power_of_two(splits),
             VALUE_DIM=value_dim,
         )
-    return Partial(*found) if partial is None else merged([partial, Partial(*found)])
+    return Partial(*found) if earlier is None else merged([earlier, Partial(*found)])
 
 
 def _schedule(block: Block, constants: BlockConstants, target: Target) -> schedules.Schedule:
@@ -99,7 +101,7 @@ def _schedule(block: Block, constants: BlockConstants, target: Target) -> schedu
         many = len(block.q) * constants.kv_heads >= 3 * MULTIPROCESSORS and rows == 16 and dim <= 128
         default = schedules.Schedule(rows, 128 if dim <= 128 else 64, 4, 4 if dim <= 64 else 3)
         default = schedules.Schedule(rows, 32, 1, 4) if many else default
-    schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target, default)
+    schedule = schedules.forward(block, constants, target, default)
     # Larger tiles would not fit in registers.
     return dataclasses.replace(schedule, q_tile=min(rows, 64 if dim <= 128 and block.q.dtype.itemsize == 2 else 32))
 

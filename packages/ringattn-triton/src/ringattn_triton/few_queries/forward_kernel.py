@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ..kernels.scores import LOG2_E, Head, final_rows
+from ..kernels.scores import LOG2_E, Head, continued_rows, final_rows
 from ..kernels.tile_loop import Visit, over_visited, vectors
 from ..kernels.tokens import of_rows
 from ..portable.forward_kernel import continued
@@ -16,16 +16,18 @@ SAMPLES: tl.constexpr = tl.constexpr(256)
 
 @triton.jit
 def forward(
-    Q, K, V, P, OUT, LSE,
-    F: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, SORTED: tl.constexpr, Q_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    Q, K, V, P, LSE_BEFORE, OUT, LSE,
+    F: tl.constexpr, T: tl.constexpr, FROM_LSE: tl.constexpr, SPLITS: tl.constexpr, SORTED: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """Writes `OUT [B * SPLITS, T, N, Hv]` and `LSE [B * SPLITS, N, T]`: a partial result of each part of the keys.
 
     The query heads of a key head share tiles of `Q_TILE` rows: the first `F.group` rows are the first query in each of
     these heads, the next are the second query, and so on. The key tiles that a tile of queries sees are cut into
     `SPLITS` equal parts, of which each program takes one; the parts of a row of the batch are neighbours in the
-    results. `T` is a `visited_tiles.TableShape` without a list, `SORTED` that of `_seen`.
+    results. `FROM_LSE`: the first part begins
+    from sinks, with the log-sum-exp `LSE_BEFORE [B, N, T]`. `T` is a `visited_tiles.TableShape` without a list,
+    `SORTED` that of `_seen`.
     """
     program = tl.program_id(0)
     # Heads are neighbours in memory, and so are the programs that read them.
@@ -38,11 +40,11 @@ def forward(
     rows = number // F.group
     head_number = kv_head * F.group + number % F.group
     Q_RAGGED: tl.constexpr = F.q_length * F.group % Q_TILE != 0
-    queries = of_rows(P, batch, rows, 0, F, Q_RAGGED, False)
+    queries = of_rows(P, batch, head_number, rows, 0, F, Q_RAGGED, False)
     slope = 0.0
     if F.slopes:
         slope = tl.load(P.slopes + (batch * F.slopes_batch + head_number))[:, None]
-    head = Head(0, slope, 0, 0)
+    head = Head(head_number, 0, slope, 0, 0)
 
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
@@ -61,8 +63,14 @@ def forward(
     acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
     top = tl.full([Q_TILE], -float("inf"), tl.float32)
     total = tl.zeros([Q_TILE], tl.float32)
+    if FROM_LSE:
+        lse_at = (wide_batch * F.heads + head_number) * F.q_length + rows
+        top, total = continued_rows(
+            tl.load(LSE_BEFORE + lse_at, mask=(rows < F.q_length) & (split == 0), other=-float("inf"))
+        )
     given = (q, k_pointers, v_pointers, queries, head, P, batch)
-    acc, top, total = over_visited(continued, (acc, top, total), given, visited, F, T)
+    sums = over_visited(continued, (acc, top, total), given, visited, F, T)
+    acc, top, total = sums[0], sums[1], sums[2]
 
     lse, factor = final_rows(top, total, F)
     part = wide_batch * SPLITS + split

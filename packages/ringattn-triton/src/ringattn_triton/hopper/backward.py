@@ -74,13 +74,11 @@ def backward(
     q_tiles = -(-length // plan.q_tile)
     count = 1 + (batch * heads * q_tiles if plan.ordered else 0)
     table = visited_tiles.table(
-        inputs, block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=plan.ordered, counters=count
+        block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=plan.ordered, counters=count
     )
-    masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
-    masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    compared = constants.below or constants.above
-    kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
-    of_queries = tuple(kind for kind, needed in kinds if needed)
+    masked = constants.masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
+    kinds = {"distance": constants.distances, "first": constants.below, "last": constants.above}
+    of_queries = tuple(kind for kind, needed in (kinds | {"segment": constants.segments}).items() if needed)
     # Only where lse and delta are subtracted from the products themselves: not with a bias, ALiBi, a soft cap or
     # dropout. lse is divided by `unbend`, and float16 does not hold the quotient. Wide heads are bound by the cache.
     of_products = constants.plain and not (constants.capped or constants.dropout) and 1e-30 < constants.unbend < 1e30
@@ -93,7 +91,7 @@ def backward(
     zeros = None if plan.ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, constants.unbend, plan), table.ranks,
+        *_rows(block, lse, delta, constants, plan), table.ranks,
     ]  # fmt: skip
     before: list[jax.Array | None] = [counters, zeros, None, None]
     dbias = dheads = None
@@ -101,7 +99,7 @@ def backward(
         dk, dv, dheads, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, None)
     else:
         strips = _strips(block, table.shape)
-        seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
+        seen = jnp.swapaxes(visited_tiles.seen(block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
         plan = dataclasses.replace(plan, strip_rows=strips.rows)
         for start in range(0, table.shape.rows, strips.rows):
             first = bias_gradient.first_tile(start, dbias)
@@ -195,9 +193,9 @@ def _rows(
     block: Block,
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
-    unbend: float,
+    constants: BlockConstants,
     plan: BackwardPlan,
-) -> tuple[Shaped[Array, "B N *rows"], Shaped[Array, "B N *rows"], Float32[Array, "b kinds rows"] | None]:
+) -> tuple[Shaped[Array, "B N *rows"], Shaped[Array, "B N *rows"], Float32[Array, "b n kinds rows"] | None]:
     """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`.
 
     If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`). Numbers of the third
@@ -205,24 +203,32 @@ def _rows(
     """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, gets lse +inf (-inf if it is negated), so that its p is 0.
-    unit, unseen = (-1 / unbend, -jnp.inf) if plan.subtracting else (LOG2_E, jnp.inf)
+    unit, unseen = (-1 / constants.unbend, -jnp.inf) if plan.subtracting else (LOG2_E, jnp.inf)
     lse = jnp.where(lse == -jnp.inf, unseen, lse * unit)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=unseen)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
     if plan.subtracting:
         lse, delta = _in_parts(lse), _in_parts(delta)
+    return lse, delta, _of_queries(block, plan, more)
+
+
+def _of_queries(block: Block, plan: BackwardPlan, more: tuple[int, int]) -> Float32[Array, "b n kinds rows"] | None:
+    """The numbers of `plan.of_queries`, padded by `more` queries; `None` if there are none."""
     found: dict[str, Any] = {}
-    if "distance" in plan.of_queries or "position" in plan.of_queries:
-        position = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
-        tiles = position.reshape(len(position), -1, plan.q_tile)
-        found["distance"] = (tiles - tiles[:, :, :1]).astype(jnp.float32).reshape(position.shape)
-        found["position"] = jax.lax.bitcast_convert_type(position, jnp.float32)
+    if "distance" in plan.of_queries:
+        position = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")[:, None]
+        tiles = position.reshape(len(position), 1, -1, plan.q_tile)
+        found["distance"] = (tiles - tiles[..., :1]).astype(jnp.float32).reshape(position.shape)
+    for end in ("first", "last"):
+        if (position := getattr(block, end)) is not None:
+            position = jnp.pad(position, [(0, 0), (0, 0), more], mode="edge")
+            found[end] = jax.lax.bitcast_convert_type(position, jnp.float32)
     if block.q_segments is not None:
         # Negative segment ids mark padding, which must match no id: queries get -1, and keys -2.
-        segment = jnp.pad(jnp.maximum(block.q_segments, -1), [(0, 0), more], constant_values=-1)
+        segment = jnp.pad(jnp.maximum(block.q_segments, -1), [(0, 0), more], constant_values=-1)[:, None]
         found["segment"] = jax.lax.bitcast_convert_type(segment, jnp.float32)
     kinds = [found[kind] for kind in plan.of_queries]
-    return lse, delta, jnp.stack(jnp.broadcast_arrays(*kinds), 1) if kinds else None
+    return jnp.stack(jnp.broadcast_arrays(*kinds), 2) if kinds else None
 
 
 def _in_parts(x: Float32[Array, "B N rows"]) -> BFloat16[Array, "B N rows 8"]:

@@ -55,7 +55,7 @@ def backward(
     of_queries = lse
     KINDS: gl.constexpr = len(PLAN.of_queries)
     if KINDS > 0:
-        GROUPS: gl.constexpr = BATCH if by_batch(F) else 1
+        GROUPS: gl.constexpr = (BATCH if by_batch(F) else 1) * (F.heads if F.ranges_by_head else 1)
         of_queries = tma.make_tensor_descriptor(OF_QUERIES, [GROUPS * KINDS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent, biased, lost_by_distance
 from ..kernels.tile_loop import owned
-from ..kernels.tokens import Queries, first_counter, of_columns, range_of, visible
+from ..kernels.tokens import Queries, first_counter, of_columns, visible
 from .backward_memory import first_place, read
 from .dropout import kept, of_draws, own_draws
 from .head_tiles import layout_of, rows_of
@@ -114,8 +114,10 @@ def _queries(tile, F: gl.constexpr, PLAN: gl.constexpr):
     low = 0
     high = 0
     segment = 0
-    if F.below or F.above:
-        low, high = range_of(numbers_of("position", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True), F)
+    if F.below:
+        low = numbers_of("first", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
+    if F.above:
+        high = numbers_of("last", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
     if F.segments:
         segment = numbers_of("segment", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
     return Queries(0, 0, low, high, 0, 0, segment)

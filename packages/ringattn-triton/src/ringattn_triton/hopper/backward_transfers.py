@@ -61,7 +61,8 @@ class BackwardTiles(NamedTuple):
 @gluon.constexpr_function
 def by_batch(F):
     """Whether the numbers of `PLAN.of_queries` (positions, segment ids) differ between batch rows."""
-    return F.q_positions_batch > 0 or F.segments
+    ranges = F.q_first_batch > 0 or F.q_last_batch > 0
+    return ranges or F.segments or (F.distances and F.q_positions_batch > 0)
 
 
 @gluon.jit
@@ -112,7 +113,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             fetch(tiles.lse, numbers_at, q_full, places.index(place))
             for kind in gl.static_range(KINDS):
                 numbers = shared.rows.index(first_place(PLAN.of_queries[kind], PLAN) + place)
-                line = (batch if by_batch(F) else 0) * KINDS + kind
+                line = _line_of(batch, head, F) * KINDS + kind
                 fetch(tiles.of_queries, [line, tile * PLAN.q_tile], q_full, numbers)
             if F.bias:
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
@@ -139,6 +140,15 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         taken += 1
         turn = take_turn(turns, T, PLAN)
     _announce(shared, taken, turn, 0, 0, 0)
+
+
+@gluon.jit
+def _line_of(batch, head, F: gl.constexpr):
+    """The number of a head's numbers among those of all batch rows and heads that differ."""
+    line = batch if by_batch(F) else 0
+    if F.ranges_by_head:
+        line = line * F.heads + head
+    return line
 
 
 @gluon.jit

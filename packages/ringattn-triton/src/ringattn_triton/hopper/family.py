@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import triton
 from ringattn_core import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.visibility import span
 
-from .. import kernel_inputs, visited_tiles
+from .. import kernel_inputs, sparsity, visited_tiles
 from ..availability import TRITON_FLOOR, triton_version
 from ..kernel_inputs import BlockConstants
 from ..launch import launch
@@ -34,8 +33,8 @@ _TOGETHER: Final = 512
 """The wanted number of query tiles, counted over all heads that run side by side: enough to fill the device until the
 last long tile ends."""
 _TOGETHER_WITH_DOCUMENTS: Final = 4096
-"""The same number for calls with segment ids. There the last turns of a head belong to one document. They may be long,
-and too few to occupy all multiprocessors."""
+"""The same number for calls with documents (`sparsity.scattered`). There the last turns of a head belong to one
+document. They may be long, and too few to occupy all multiprocessors."""
 _BOUND: Final = 73.0
 """The largest soft cap, in units of log2, with which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
 kernel then subtracts half of the cap from all scores, which leaves a factor of 2^90 in float32 for the number of keys
@@ -59,8 +58,8 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     inputs = kernel_inputs.of_block(block, fast=True)
     constants = inputs.constants
     plan = _plan(block, constants, partial)
-    programs = _TOGETHER_WITH_DOCUMENTS if constants.segments else _TOGETHER
-    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=programs)
+    programs = _TOGETHER_WITH_DOCUMENTS if sparsity.scattered(block) else _TOGETHER
+    table = visited_tiles.table(block, plan.q_tile, plan.kv_tile, programs=programs)
     before = portable.before_of(block, partial)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
@@ -119,32 +118,33 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the forward kernel takes a bias only with heads of 128"
     if constants.bias and (reason := bias_tiles.why_not(block, constants, "forward")):
         return reason
-    return "each tile has too little to do" if _too_little(constants) else None
+    return "each tile has too little to do" if _too_little(block, constants) else None
 
 
 def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> plans.ForwardPlan:
     """The `ForwardPlan` with which the forward kernel runs on `block`, which it must support (`_why_not_forward`)."""
     plan = plans.forward(constants)
     assert plan is not None
-    masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     # Results can take the place of the queries in shared memory if both have the same shape and dtype.
     alike = block.final and constants.head_dim == constants.value_dim
     return dataclasses.replace(
         plan,
-        # With segment ids (documents), consumers that begin products in any order are faster by 2.6%.
-        ordered=plan.ordered and not constants.segments,
+        # With documents, consumers that begin products in any order are faster by 2.6%.
+        ordered=plan.ordered and not sparsity.scattered(block),
         # A bias takes the shared memory that would hold the queries of the next turn.
         q_places=1 if constants.bias else plan.q_places,
-        masked=masked or constants.kv_length % plan.kv_tile != 0,
-        fresh=partial is None,
+        masked=constants.masked or constants.kv_length % plan.kv_tile != 0,
+        fresh=partial is None or partial.out is None,
+        from_lse=partial is not None,
         bounded=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
         stored=alike and plan.q_places == 2 and not constants.bias,
+        one_sided=constants.distances and block.reach.causal,
     )
 
 
-def _too_little(constants: BlockConstants) -> bool:
+def _too_little(block: Block, constants: BlockConstants) -> bool:
     """Whether a turn (one query tile) has so few key tiles, or such small products, that its begin and end dominate."""
     if constants.head_dim > 64 or plans.short_rows(constants):
         return False
-    seen = span(constants.causal, (constants.left, constants.right), constants.chunk)
-    return seen < 2048 or constants.q_length < 2048 or constants.segments or constants.masks
+    short = block.reach.span < 2048 or constants.q_length < 2048
+    return short or sparsity.scattered(block) or constants.masks

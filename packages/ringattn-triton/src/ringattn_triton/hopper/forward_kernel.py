@@ -36,8 +36,8 @@ def forward(
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`, the largest scores; one persistent program a multiprocessor.
 
     A turn is one query tile of one head. Programs take turns from the counter `TAKEN`, which begins at 0
-    (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue, unless
-    `PLAN.fresh`.
+    (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue; `PLAN.fresh` and
+    `PLAN.from_lse` say which of them there are.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -172,7 +172,7 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
         acc = with_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
         _pass_order(NUMBER, PLAN)
         head = of_head(P, batch, head_number, F)
-        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
+        queries = of_rows(P, batch, head_number, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         from_origin = of_queries(queries, P, batch, row, F)
         loaded_keys = _loaded_keys(shared, taken, P, batch, F, PLAN, PLAN.masked)
         bias = _bias(shared, taken, NUMBER, F, PLAN)
@@ -288,7 +288,7 @@ def _continued(
     loaded_keys = _loaded_keys(shared, taken, P, rows.batch, F, PLAN, MASKED)
     bias = _bias(shared, taken, NUMBER, F, PLAN)
     # Positions that are loaded before the scores are computed occupy 32 more registers.
-    LATE: gl.constexpr = F.causal or PLAN.consumers == 3
+    LATE: gl.constexpr = PLAN.one_sided or PLAN.consumers == 3
     away = 0
     if not LATE:
         away = of_keys(shared, taken, F, PLAN)

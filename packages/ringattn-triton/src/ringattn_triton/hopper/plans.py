@@ -25,9 +25,10 @@ class ForwardPlan:
     """Tile size, places and registers of the forward kernel, and how it runs.
 
     `stages`: places for key tiles. `ordered`: consumers begin their products one after another. `masked`: some tiles
-    may need a mask. `fresh`: there is no partial result to continue. `bounded`: half of the soft cap, not the row
-    maximum, is subtracted from scores. `stored`: the producer writes outputs by TMA, from shared memory; otherwise the
-    consumers do, from registers.
+    may need a mask. `fresh`: there is no partial output to continue. `from_lse`: the softmax begins from a log-sum-exp,
+    of a partial result or of sinks. `bounded`: half of the soft cap, not the row maximum, is subtracted from scores.
+    `stored`: the producer writes outputs by TMA, from shared memory; otherwise the consumers do, from registers.
+    `one_sided`: scores depend on distances, and no query sees a key after itself.
     """
 
     consumers: int
@@ -43,8 +44,10 @@ class ForwardPlan:
     """Places for query tiles in shared memory. With two, the queries of the next turn are fetched early."""
     masked: bool = False
     fresh: bool = False
+    from_lse: bool = False
     bounded: bool = False
     stored: bool = False
+    one_sided: bool = False
 
     @property
     def q_tile(self) -> int:
@@ -78,9 +81,10 @@ class BackwardPlan:
     but the heads that run last take the turns of their last keys first. `interleaved` (`backward_turns.take_turn`):
     short turns of some heads are taken between the long turns of the next. `abreast`: how many neighbouring key tiles
     of a head begin together. `of_queries`: which numbers a step reads of each query besides lse and delta: "distance"
-    from the first query of the tile, "position", "segment". `subtracting`: the tensor cores subtract lse and delta
-    (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared memory. `strip_rows`: a launch
-    computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no ds.
+    from the first query of the tile, the "first" and "last" position that it sees, "segment". `subtracting`: the tensor
+    cores subtract lse and delta (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared
+    memory. `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and
+    stores no ds.
     """
 
     q_tile: int

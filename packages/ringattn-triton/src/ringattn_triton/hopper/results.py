@@ -13,6 +13,9 @@ from .pipeline import read
 from .plans import CONSUMER_ROWS
 from .sums import accumulators, first_of, of_dims, width_of
 
+MOST: gl.constexpr = gl.constexpr(2.0**99)
+"""More than the weights of all keys of a row, relative to half of the soft cap, can add up to."""
+
 
 @gluon.jit
 def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
@@ -29,13 +32,14 @@ def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
 def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr):
     """The `tops` of `softmax.scored` and the row sums with which a turn begins: those of the partial result `BEFORE`.
 
-    If `PLAN.fresh`, they are those of rows that have seen no key. If `PLAN.bounded`, half of the soft cap replaces all
-    maxima.
+    Unless `PLAN.from_lse`, they are those of rows that have seen no key. If `PLAN.bounded`, half of the soft cap
+    replaces all maxima. Sinks may be so far from it that their weight relative to it is no float32: it becomes 0 or
+    `MOST`. In a row with the weight 0 and no keys, or with `MOST`, `written` leaves the log-sum-exp as it was.
     """
     OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
     tops = no_maxima(LEAST, F, PLAN)
-    if PLAN.fresh:
+    if not PLAN.from_lse:
         return tops, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     else:
         rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
@@ -44,6 +48,7 @@ def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constex
         if PLAN.bounded:
             top = tops[0]
             total = gl.exp2(before * LOG2_E - top)
+            total = gl.where(total > MOST, MOST, total)  # a minimum would hide NaN
         else:
             top, total = continued(before)
         if F.max_logits:
@@ -70,6 +75,10 @@ def written(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     lse, factor = final_rows(tops[0], total, F)
+    if PLAN.bounded and PLAN.from_lse:
+        # The log-sum-exp of the partial result lies where the new one is written.
+        unchanged = ((total == 0.0) | (total >= MOST)) & (rows < F.q_length)
+        lse = gl.where(unchanged, gl.load(AFTER[1] + lse_at, mask=unchanged, other=0.0), lse)
     gl.store(AFTER[1] + lse_at, lse, mask=rows < F.q_length)
     if F.max_logits:
         gl.store(AFTER[2] + lse_at, tops[1] / LOG2_E, mask=rows < F.q_length)

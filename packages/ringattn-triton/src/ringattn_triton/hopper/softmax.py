@@ -23,7 +23,7 @@ def scored(s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexp
     top = tops[0]
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
-    ONE_SIDED: gl.constexpr = F.distances and F.causal and not MASKED
+    ONE_SIDED: gl.constexpr = PLAN.one_sided and not MASKED
     s = bent(s, F)
     if not (F.plain or folded(F)):
         s = s * F.unbend

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from ringattn_core.contract.protocol import Block
 
+from .. import sparsity
 from ..kernel_inputs import BlockConstants, power_of_two
 from .plans import PROGRAMS, BackwardPlan
 
@@ -58,16 +59,16 @@ def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tup
     in_strips = block.bias is not None and not block.bias_fixed  # then a launch has only a few turns of each head
     if not _in_order(block, constants, plan):
         return plan, _TOGETHER, constants.kv_heads
-    upwards = 0 if in_strips else _heads_upwards(constants, plan)
-    interleaved = _heads_interleaved(constants, plan)
-    heads = upwards or interleaved or _heads_in_order(constants, plan)
+    upwards = 0 if in_strips else _heads_upwards(block, constants, plan)
+    interleaved = _heads_interleaved(block, constants, plan)
+    heads = upwards or interleaved or _heads_in_order(block, constants, plan)
     plan = dataclasses.replace(
         plan,
         ordered=True,
         heads_inside=_heads_inside(block, constants),
         upwards=upwards > 0,
         interleaved=interleaved > 0,
-        abreast=1 if upwards or in_strips else _abreast(constants, plan),
+        abreast=1 if upwards or in_strips else _abreast(block, constants, plan),
     )
     return plan, heads * _turns_of_head(constants, plan), len(block.q) * constants.kv_heads
 
@@ -76,9 +77,9 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
     """Whether turns add to dq in order: if the caller wants the same bits at every run, or if it is faster.
 
     On an H100, an ordered kernel takes 0.83 of the time with 8 heads in a group, because turns share tiles in the
-    cache, 0.94 with 2k tokens and 0.92 with documents (segment ids), because dq needs no zeros, and 1.02 with 16k.
+    cache, 0.94 with 2k tokens and 0.92 with documents, because dq needs no zeros, and 1.02 with 16k.
     """
-    faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
+    faster = constants.group >= 8 or constants.q_length <= 2048 or sparsity.scattered(block)
     return not block.rule.fused_backward or (faster and not plan.wide and enough_heads(block, constants, plan))
 
 
@@ -88,36 +89,36 @@ def enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) ->
     return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 
 
-def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
+def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads have turns side by side where turns wait for each other.
 
     The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
-    together. With segment ids, short turns of few heads would wait for each other, while one long document takes the
+    together. With documents, short turns of few heads would wait for each other, while one long document takes the
     same time with any number of heads. Turns of wide heads that see all keys get out of step, so no more heads run than
     the cache holds, but enough for every program to have a turn: with 2 heads of 192, not 4 (8k tokens), the backward
     pass takes 0.81 of the time (H100).
     """
     most, ratio, _ = _WIDE if plan.wide else _NARROW
-    if constants.segments and not plan.wide:
+    if sparsity.scattered(block) and not plan.wide:
         return most
     turns = _turns_of_head(constants, plan)
-    if plan.wide and not (constants.above or constants.below or constants.segments or constants.masks):
+    if plan.wide and not constants.masked:
         most = min(most, max(-(-PROGRAMS // turns), _heads_in_cache(constants)))
     return min(most, max(2 * PROGRAMS // turns, ratio * PROGRAMS // _steps_of_all(constants, plan), 1))
 
 
-def _heads_upwards(constants: BlockConstants, plan: BackwardPlan) -> int:
+def _heads_upwards(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads run side by side if turns go upwards (`backward_turns.steps_of`); 0 if they must not.
 
     It is the least power of two that gives every program a turn, but 0 if the cache does not hold so many heads, for
-    head sizes above 128, where it takes too long to add to dq, and with segment ids, where turns may be short.
+    head sizes above 128, where it takes too long to add to dq, and with documents, where turns may be short.
     """
     heads = power_of_two(-(-PROGRAMS // _turns_of_head(constants, plan)))
-    return 0 if plan.wide or constants.segments or heads > _heads_in_cache(constants) else heads
+    return 0 if plan.wide or sparsity.scattered(block) or heads > _heads_in_cache(constants) else heads
 
 
-def _heads_interleaved(constants: BlockConstants, plan: BackwardPlan) -> int:
+def _heads_interleaved(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads run side by side if turns are interleaved (`backward_turns.take_turn`); 0 if they must not be.
 
     Turns of a head then begin `heads * steps / PROGRAMS` steps apart, where `steps` is the number of steps of its first
@@ -126,10 +127,10 @@ def _heads_interleaved(constants: BlockConstants, plan: BackwardPlan) -> int:
     they take up to 1.05 times as long as upwards.
     """
     heads = power_of_two(math.ceil(_INTERLEAVED_APART * PROGRAMS / _steps_of_all(constants, plan)))
-    return heads if plan.wide and heads <= _heads_in_cache(constants) and _causal_alone(constants) else 0
+    return heads if plan.wide and heads <= _heads_in_cache(constants) and sparsity.causal_alone(block) else 0
 
 
-def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
+def _abreast(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
     Under a causal mask, neighbouring turns that begin together end `apart` steps apart, and so the next ones would
@@ -138,13 +139,8 @@ def _abreast(constants: BlockConstants, plan: BackwardPlan) -> int:
     to 1.04, because the first of them waits for the last. Heads above 128 gain nothing.
     """
     apart = constants.group * plan.kv_tile // plan.q_tile
-    gains = apart >= _APART and _causal_alone(constants) and not (plan.wide or constants.by_head)
+    gains = apart >= _APART and sparsity.causal_alone(block) and not (plan.wide or constants.by_head)
     return min(max(_turns_of_head(constants, plan) // 32, 1), _ABREAST) if gains else 1
-
-
-def _causal_alone(constants: BlockConstants) -> bool:
-    """Whether the only mask is an upper bound of positions. In natural order, turns then get shorter one by one."""
-    return constants.above and not (constants.below or constants.segments or constants.masks)
 
 
 def _heads_inside(block: Block, constants: BlockConstants) -> bool:
@@ -156,7 +152,7 @@ def _heads_inside(block: Block, constants: BlockConstants) -> bool:
     hold these tiles for all heads: one head at a time, a call with gradients takes 0.73 to 1.02 of the time. Options
     that depend on the head are read once for each head, so heads come one at a time there, too.
     """
-    left, _ = block.rule.sliding_window or (None, None)
+    left = block.reach.left
     return (left is None or left >= constants.q_length) and not constants.by_head
 
 

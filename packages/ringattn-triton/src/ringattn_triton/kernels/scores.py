@@ -18,10 +18,11 @@ BIAS_FORBIDS: tl.constexpr = tl.constexpr(protocol.BIAS_FORBIDS)
 class Head(NamedTuple):
     """What a kernel needs of one query head of one batch row; a field is 0 where the call does not use its option.
 
-    `bias` and `mask_words` point to the head's bias and packed mask, `slope` is its ALiBi slope, and `dropout_key` its
-    Philox key.
+    `number` is the head's number in the block. `bias` and `mask_words` point to its bias and packed mask, `slope` is
+    its ALiBi slope, and `dropout_key` its Philox key.
     """
 
+    number: Any
     bias: Any
     slope: Any
     mask_words: Any
@@ -48,7 +49,7 @@ def of_head(P, batch, head, F: tl.constexpr):
         mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
     if F.dropout:
         dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))
-    return Head(bias, slope, mask_words, dropout_key)
+    return Head(head, bias, slope, mask_words, dropout_key)
 
 
 @triton.jit
@@ -133,19 +134,10 @@ def tanh(x, F: tl.constexpr):
 def continued_rows(lse):
     """The row maxima and row sums with which the online softmax continues from a partial result with log-sum-exp `lse`.
 
-    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, or 0 for a row that has seen nothing.
+    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, or 0 for a row that has seen nothing
+    and has no sinks.
     """
     return lse * LOG2_E, tl.where(lse == -float("inf"), 0.0, 1.0)
-
-
-@triton.jit
-def continued_maxima(lse, max_logits):
-    """The row maxima and row sums with which the softmax continues from a partial result that has `max_logits`.
-
-    Unlike those of `continued_rows`, the maxima are exact: after the last step they are the maxima over all keys.
-    """
-    top = max_logits * LOG2_E
-    return top, tl.where(lse == -float("inf"), 0.0, tl.exp2(lse * LOG2_E - top))
 
 
 @triton.jit

@@ -23,8 +23,8 @@ class Queries(NamedTuple):
     """What a kernel loads for the queries of a tile; a field is 0 where the call's options do not need it.
 
     `row` is a query's index in the block; past the last query it repeats the last index. `low` and `high` are the first
-    and the last position that a query sees by causality, window and chunk. `index` is the query's index in the whole
-    sequence, and `segment` its segment id. `counter`, one number for the tile, is the dropout counter of its first
+    and the last key position that a query sees. `index` is the query's index in the whole sequence, and `segment` its
+    segment id. `counter`, one number for the tile, is the dropout counter of its first
     query, or -1 if the entries of the tile do not share random draws (`dropout`).
     """
 
@@ -77,17 +77,20 @@ def unsigned(x):
 
 
 @triton.jit
-def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads the `Queries` of a tile: `TILE` queries of batch row `batch`, from query number `start` of the block on."""
+def of_queries(P, batch, head, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Loads the `Queries` of a tile: `TILE` queries of head `head` in batch row `batch`, from query `start` on."""
     counter = 0
     if F.dropout:
         counter = first_counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
-    return of_rows(P, batch, start + tl.arange(0, TILE), counter, F, F.q_length % TILE != 0, BY_KEYS)
+    return of_rows(P, batch, head, start + tl.arange(0, TILE), counter, F, F.q_length % TILE != 0, BY_KEYS)
 
 
 @triton.jit
-def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads the `Queries` with numbers `raw` in batch row `batch`. `RAGGED`: some may lie past the last query."""
+def of_rows(P, batch, head, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Loads the `Queries` with numbers `raw` of head `head` in batch row `batch`. `RAGGED`: some may lie past the end.
+
+    `head` is read only if ranges differ by head (`F.ranges_by_head`); otherwise any head of the batch row serves.
+    """
     position = 0
     index = 0
     segment = 0
@@ -96,12 +99,14 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
     row = raw
     if RAGGED:
         row = tl.minimum(raw, F.q_length - 1)
-    if F.positions:
-        found = tl.load(P.q_positions + (batch * F.q_positions_batch + row))
-        position = as_queries(found, BY_KEYS)
-        first, last = range_of(found, F)
-        low = as_queries(first, BY_KEYS)
-        high = as_queries(last, BY_KEYS)
+    if F.below:
+        at = _of_head(batch, head, F.q_first_batch, F.q_first_head) + row
+        low = as_queries(tl.load(P.q_first + at), BY_KEYS)
+    if F.above:
+        at = _of_head(batch, head, F.q_last_batch, F.q_last_head) + row
+        high = as_queries(tl.load(P.q_last + at), BY_KEYS)
+    if F.distances:
+        position = as_queries(tl.load(P.q_positions + (batch * F.q_positions_batch + row)), BY_KEYS)
     if F.dropout:
         index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)
     if F.segments:
@@ -112,24 +117,12 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
 
 
 @triton.jit
-def range_of(position, F: tl.constexpr):
-    """The first and the last position that a query sees; the first is valid only if `F.below`, the last if `F.above`.
-
-    Sums are clamped, so that they fit int32 for every window.
-    """
-    first = position
-    last = position
-    if F.right is not None:
-        last = tl.minimum(position, 2147483647 - F.right) + F.right
-    if F.causal or F.chunk is not None:
-        last = tl.minimum(last, position)
-    if F.left is not None:
-        first = tl.maximum(position, F.left - 2147483647) - F.left
-    if F.chunk is not None:
-        rest = position % F.chunk
-        start = position - tl.where(rest < 0, rest + F.chunk, rest)
-        first = tl.maximum(first, start) if F.left is not None else start
-    return first, last
+def _of_head(batch, head, BATCH: tl.constexpr, HEAD: tl.constexpr):
+    """The offset of a head's row in an array `[b, n, T]` with strides `BATCH` and `HEAD`; int64 if heads differ."""
+    at = batch * BATCH
+    if HEAD != 0:
+        at = batch.to(tl.int64) * BATCH + head * HEAD
+    return at
 
 
 @triton.jit
@@ -203,7 +196,7 @@ def visible(queries, keys, head, F: tl.constexpr, RAGGED: tl.constexpr, SPREAD: 
 
 @triton.jit
 def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
-    """Loads a packed mask (`mask_bits`) for a tile and unpacks it to booleans; `SPREAD` as in `visible`."""
+    """Loads the words of a packed mask for a tile and unpacks it to booleans; `SPREAD` as in `visible`."""
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel

@@ -40,8 +40,8 @@ def backward(
 
 def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
     """Computes dk and dv by the kernel whose programs own key tiles."""
-    schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
-    table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
+    schedule = schedules.backward_keys(block, inputs.constants, target)
+    table = visited_tiles.table(block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
         [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *rows],
@@ -61,9 +61,9 @@ def _of_queries(
 
     The kernel is the one whose programs own query tiles. The third result is `None` if the bias has no gradient.
     """
-    schedule = schedules.backward_queries(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    schedule = schedules.backward_queries(block, inputs.constants, target)
     tiles = schedule.q_tile, schedule.kv_tile
-    table = visited_tiles.table(inputs, block, *tiles)
+    table = visited_tiles.table(block, *tiles)
     count = table.shape.rows, table.shape.columns
     bias = None if block.bias_fixed else block.bias
     strips = None if bias is None else bias_gradient.strips(block, *count)
@@ -95,7 +95,7 @@ def _of_queries(
     if bias is None or strips is None:
         dq, dheads, _ = of_strip(None, before)
         return dq, dheads, None
-    seen = visited_tiles.seen(inputs, block, *tiles).some.astype(jnp.int8)
+    seen = visited_tiles.seen(block, *tiles).some.astype(jnp.int8)
     dq, dbias, dheads = before, None, []
     for start in range(0, count[0], strips.rows):
         first = bias_gradient.first_tile(start, dbias)

@@ -90,7 +90,7 @@ def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     rows = start + tl.arange(0, Q_TILE)
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
-    queries = of_queries(P, batch, start, F, Q_TILE, True)
+    queries = of_queries(P, batch, head.number, start, F, Q_TILE, True)
     bias = biases(queries, keys, head, F)
     keep = 0
     if F.dropout:
@@ -135,7 +135,7 @@ def backward_queries(
     kv_head = head_number // F.group
     head = of_head(P, batch, head_number, F)
     visited = visit(BOUNDS, TILES, batch, own, T)
-    queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+    queries = of_queries(P, batch, head_number, own * Q_TILE, F, Q_TILE, False)
 
     Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
     DIM_RAGGED: tl.constexpr = F.head_dim != DIM

@@ -27,9 +27,9 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     """Continues the online softmax from `partial` (`None`: from nothing) with the keys of `block`."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
-    schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
+    schedule = schedules.forward(block, constants, target)
     q_tile, heads = schedule.q_tile // schedule.sharing, block.q.shape[2] // schedule.sharing
-    table = visited_tiles.table(inputs, block, q_tile, schedule.kv_tile, heads=heads)
+    table = visited_tiles.table(block, q_tile, schedule.kv_tile, heads=heads)
     before = before_of(block, partial)
     arrays = [*inputs.in_tiles(q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
     found = launch(
@@ -40,7 +40,8 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         aliases={len(arrays) - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
-        FRESH=partial is None,
+        FRESH=partial is None or partial.out is None,
+        FROM_LSE=partial is not None,
         SHARING=schedule.sharing,
         **schedules.launch_options(constants, schedule),
         **unused(block),
@@ -49,7 +50,10 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
 
 
 def before_of(block: Block, partial: Partial | None) -> list[jax.Array | None]:
-    """The operands for the partial result that a forward kernel continues: one for each of `results`, or `None`."""
+    """The operands for the partial result that a forward kernel continues: one for each of `results`, or `None`.
+
+    Sinks have all but an output.
+    """
     given: list[Any] = [None] * 3 if partial is None else [partial.out, partial.lse, partial.max_logits]
     return given[: len(results(block))]
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import LOG2_E, bent, biases, continued_maxima, continued_rows, final_rows, of_head, scored
+from ..kernels.scores import LOG2_E, bent, biases, continued_rows, final_rows, of_head, scored
 from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries, of_rows, visible
 
@@ -16,12 +16,14 @@ def forward(
     Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, OUT, LSE, MAX,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, SHARING: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, FROM_LSE: tl.constexpr,
+    SHARING: tl.constexpr,
 ):  # fmt: skip
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
-    `MAX_BEFORE` are the partial result to continue, unless `FRESH`. `T` is a `visited_tiles.TableShape`.
+    `MAX_BEFORE` are the partial result to continue. `FRESH`: there is no output. `FROM_LSE`: there are the others, of a
+    partial result or of sinks. `T` is a `visited_tiles.TableShape`.
 
     `SHARING` query heads of one key head share a tile (`Schedule.sharing`). Of its `Q_TILE` rows,
     the first `SHARING` are the first query in each of these heads, the next are the second query, and so on.
@@ -35,11 +37,11 @@ def forward(
     Q_RAGGED: tl.constexpr = F.q_length % (Q_TILE // SHARING) != 0
     rows = own * Q_TILE + tl.arange(0, Q_TILE)
     if SHARING == 1:
-        queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+        queries = of_queries(P, batch, head_number, own * Q_TILE, F, Q_TILE, False)
     else:
         head_number += rows % SHARING
         rows = rows // SHARING
-        queries = of_rows(P, batch, rows, 0, F, Q_RAGGED, False)
+        queries = of_rows(P, batch, 0, rows, 0, F, Q_RAGGED, False)
 
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
@@ -63,24 +65,27 @@ def forward(
     out_at = wide_batch * F.q_length * F.heads * F.value_dim + out_row[:, None] + value_dims[None, :]
     if FRESH:
         acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
-        top = tl.full([Q_TILE], -float("inf"), tl.float32)
-        total = tl.zeros([Q_TILE], tl.float32)
     else:
         acc = vectors(
             OUT_BEFORE + out_at, rows[:, None], value_dims[None, :], F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED
         )
-        lse_before = tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
-        if F.max_logits:
-            max_before = tl.load(MAX_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
-            top, total = continued_maxima(lse_before, max_before)
-            acc = acc * total[:, None]
-        else:
-            top, total = continued_rows(lse_before)
         if F.dropout:
             acc = acc / F.keep_weight
+    if FROM_LSE:
+        top, total = continued_rows(tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf")))
+    else:
+        top = tl.full([Q_TILE], -float("inf"), tl.float32)
+        total = tl.zeros([Q_TILE], tl.float32)
+    sums = (acc, top, total)
+    if F.max_logits:
+        largest = tl.full([Q_TILE], -float("inf"), tl.float32)
+        if FROM_LSE:
+            largest = tl.load(MAX_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf")) * LOG2_E
+        sums = (acc, top, total, largest)
 
     given = (q, k_pointers, v_pointers, queries, head, P, batch)
-    acc, top, total = over_visited(continued, (acc, top, total), given, visited, F, T)
+    sums = over_visited(continued, sums, given, visited, F, T)
+    acc, top, total = sums[0], sums[1], sums[2]
     lse, factor = final_rows(top, total, F)
     out = (acc * factor[:, None]).to(OUT.dtype.element_ty)
     if Q_RAGGED or VALUE_RAGGED:
@@ -89,19 +94,20 @@ def forward(
         tl.store(OUT + out_at, out)
     tl.store(LSE + lse_at, lse, mask=rows < F.q_length)
     if F.max_logits:
-        tl.store(MAX + lse_at, top / LOG2_E, mask=rows < F.q_length)
+        tl.store(MAX + lse_at, sums[3] / LOG2_E, mask=rows < F.q_length)
 
 
 @triton.jit
 def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax, over key tile number `tile`; returns the updated `sums`.
 
-    `sums` are `(acc, top, total)`: `top` is the row maximum in units of log2. The weighted values `acc` and the weights
-    `total` are summed relative to it. Dropout only sets weights to zero here; `final_rows` multiplies the output by
+    `sums` are `(acc, top, total)`: `top` is the row maximum in units of log2, or the log-sum-exp that the softmax began
+    from. The weighted values `acc` and the weights `total` are summed relative to it. If `F.max_logits`, the largest
+    score follows, in units of log2. Dropout only sets weights to zero here; `final_rows` multiplies the output by
     `F.keep_weight`. Weights multiplied here would be rounded to half precision: a query that sees one key would get a
     less exact copy of its value.
     """
-    acc, top, total = sums
+    acc, top, total = sums[0], sums[1], sums[2]
     q, k_pointers, v_pointers, queries, head, P, batch = given
     Q_TILE: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -121,7 +127,8 @@ def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
-    now = tl.maximum(top, tl.max(s, 1) * F.fold)
+    most = tl.max(s, 1) * F.fold
+    now = tl.maximum(top, most)
     base = now
     # A bias may forbid entries, so a row may see nothing even of a tile that needs no mask.
     if MASKED or F.bias:
@@ -137,4 +144,7 @@ def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
         F.value_dim != VALUE_DIM,
     )  # fmt: skip
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=F.precision)
-    return acc, now, total
+    if F.max_logits:
+        return acc, now, total, tl.maximum(sums[3], most)
+    else:
+        return acc, now, total

@@ -5,9 +5,10 @@ import dataclasses
 from typing import Any, Final
 
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.visibility import span
+from ringattn_core.contract.protocol import Block
 from ringattn_core.errors import InputError
 
+from .. import sparsity
 from ..kernel_inputs import BlockConstants, padded_dim
 from ..launch.target import Target
 
@@ -48,35 +49,34 @@ and four programs fit on a multiprocessor."""
 
 
 _DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
-"""The schedule for dk and dv with segment ids. Two programs fit on a multiprocessor: one computes while the other
+"""The schedule for dk and dv with documents. Two programs fit on a multiprocessor: one computes while the other
 begins or ends."""
 
 
-def forward(
-    constants: BlockConstants, itemsize: int, params: FwdParams, target: Target, default: Schedule | None = None
-) -> Schedule:
-    """The forward kernel's schedule: `default`, except for sizes that the caller fixes in `params`.
+def forward(block: Block, constants: BlockConstants, target: Target, default: Schedule | None = None) -> Schedule:
+    """The forward kernel's schedule: `default`, except for sizes that the caller fixes in `fwd_params`.
 
     If `default` is `None`, the default of the device.
     """
-    default = default or _forward_by_family(constants, itemsize, constants.largest_dim, target)
-    schedule = _chosen(default, constants, itemsize, params, target)
+    itemsize, share = block.q.dtype.itemsize, _share(block, constants, target)
+    if default is None:
+        short = share and target.kind == "cuda"
+        default = _SHORT if short else _forward_by_family(constants, itemsize, constants.largest_dim, target)
+    schedule = _chosen(default, constants, itemsize, block.rule.fwd_params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
-    sharing = _SHARED if _share(constants, itemsize, target) else 1
-    return dataclasses.replace(schedule, in_registers=in_registers, sharing=sharing)
+    return dataclasses.replace(schedule, in_registers=in_registers, sharing=_SHARED if share else 1)
 
 
-def _share(constants: BlockConstants, itemsize: int, target: Target) -> bool:
+def _share(block: Block, constants: BlockConstants, target: Target) -> bool:
     """Whether heads share tiles of the forward kernel, on a Hopper GPU or interpreted.
 
     They do in short windows, for 16-bit dtypes and heads of up to 64, if `_SHARED` divides the number of query heads of
     a key head, and no option depends on the head.
     """
     measured = target.kind == "interpreter" or target == Target("cuda", 90)
-    fits = itemsize == 2 and constants.largest_dim <= 64 and constants.group % _SHARED == 0
-    by_head = constants.bias or constants.by_head
-    seen = span(constants.causal, (constants.left, constants.right), constants.chunk)
-    return measured and fits and not by_head and seen <= _SHORT_WINDOW
+    fits = block.q.dtype.itemsize == 2 and constants.largest_dim <= 64 and constants.group % _SHARED == 0
+    by_head = constants.bias or constants.by_head or constants.ranges_by_head
+    return measured and fits and not by_head and block.reach.span <= _SHORT_WINDOW
 
 
 def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -100,8 +100,6 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
     if _wide_products(target):
         if dim > 128:
             return Schedule(128, 32 if constants.dropout or constants.bias else 64, 8, 2)
-        if _share(constants, itemsize, target):
-            return _SHORT
         # Two programs share a multiprocessor: one multiplies while the other takes exponentials, begins or ends.
         return Schedule(64, 64, 4, 3)
     if dim > 128:
@@ -111,10 +109,11 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
     return Schedule(128, 32 if constants.dropout else 64, 4, 2 if constants.bias else 3)
 
 
-def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The dk and dv kernel's schedule: the device's default, except for sizes that the caller fixes in `params`."""
+def backward_keys(block: Block, constants: BlockConstants, target: Target) -> Schedule:
+    """The dk and dv kernel's schedule: the device's default, except for sizes that the caller fixes in `bwd_params`."""
+    itemsize, params = block.q.dtype.itemsize, block.rule.bwd_params
     default = _backward_keys_by_family(constants, itemsize, constants.largest_dim, target)
-    small = _keys_fit_registers(constants, itemsize, target)
+    small = sparsity.scattered(block) and _keys_fit_registers(constants, itemsize, target)
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
     if small and fixed == (None, None, None):
         default = _DOCUMENTS
@@ -144,11 +143,12 @@ def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int,
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
 
 
-def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The dq kernel's schedule: the device's default, except for sizes that the caller fixes in `params`.
+def backward_queries(block: Block, constants: BlockConstants, target: Target) -> Schedule:
+    """The dq kernel's schedule: the device's default, except for sizes that the caller fixes in `bwd_params`.
 
-    Sizes in `params.extra`, such as `dq_q_blocksize`, replace the sizes that `params` fixes for the dk and dv kernel.
+    Sizes in its `extra`, such as `dq_q_blocksize`, replace the sizes that it fixes for the dk and dv kernel.
     """
+    itemsize, params = block.q.dtype.itemsize, block.rule.bwd_params
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
     default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
@@ -211,10 +211,10 @@ def _operand_fits_registers(constants: BlockConstants, itemsize: int, target: Ta
 
 
 def _keys_fit_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether the kernel of dk and dv can keep k in registers: only with segment ids and few other options."""
+    """Whether the kernel of dk and dv can keep k in registers beside documents: only with few other options."""
     light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
     wide = constants.largest_dim > 64
-    return constants.segments and light and wide and _operand_fits_registers(constants, itemsize, target)
+    return light and wide and _operand_fits_registers(constants, itemsize, target)
 
 
 def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:

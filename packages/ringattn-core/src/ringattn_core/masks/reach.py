@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a query may see by positions alone: causality, a window and chunks, known when a program is traced."""
+
+import dataclasses
+from typing import Any, Final
+
+import numpy as np
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+UNBOUNDED: Final = 2**30
+"""The `span` of a reach with a side that has no bound."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """A set of (query, key) pairs of positions. With every field at its default, each query sees every key.
+
+    `a & b` contains the intersection of two sets, and `a | b` their union, so a plan that keeps what a reach allows
+    loses no pair. `a & b` is the intersection itself, unless the sizes of chunks differ.
+
+    Args:
+        causal: A query sees no key at a later position.
+        left: A query sees at most this many positions before it; `None` is unbounded.
+        right: A query sees at most this many positions after it; `None` is unbounded. Negative: only keys at least so
+            far before it.
+        chunk: A query sees the keys of its own chunk of this many positions, none after itself; at most 2^30.
+    """
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+
+    def bounds(self, positions: Any) -> tuple[Any, Any]:
+        """The first and the last key position that queries at `positions` see, both inclusive; `None` is no bound.
+
+        Neither bound decreases as a position grows. `positions` and the results are int32, of NumPy or JAX; a sum
+        beyond int32 is clipped.
+        """
+        first = None if self.left is None else moved(positions, -self.left)
+        last = None if self.right is None else moved(positions, self.right)
+        if (self.causal or self.chunk is not None) and (self.right is None or self.right >= 0):
+            last = positions
+        if self.chunk is not None:
+            start = positions - positions % self.chunk
+            first = start if first is None else start.clip(min=first)
+        return first, last
+
+    @property
+    def span(self) -> int:
+        """The largest number of keys that any query sees; `UNBOUNDED` if a side has no bound."""
+        first, last = self.bounds(np.int32(0 if self.chunk is None else self.chunk - 1))
+        return UNBOUNDED if first is None or last is None else min(max(int(last) - int(first) + 1, 0), UNBOUNDED)
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """How far any query sees to the left and to the right, chunks and causality counted; `None` is unbounded."""
+        chunk = [] if self.chunk is None else [self.chunk - 1]
+        after = [0] if self.causal or self.chunk is not None else []
+        return _least(self.left, *chunk), _least(self.right, *after)
+
+    def __and__(self, other: "Reach") -> "Reach":
+        pairs = ((self.left, other.left), (self.right, other.right), (self.chunk, other.chunk))
+        return Reach(self.causal or other.causal, *(_least(*pair) for pair in pairs))
+
+    def __or__(self, other: "Reach") -> "Reach":
+        if self == other:
+            return self
+        left, right = (
+            None if mine is None or theirs is None else max(mine, theirs)
+            for mine, theirs in zip(self.sides, other.sides, strict=True)
+        )
+        return Reach(self.causal and other.causal, left, right, self.chunk if self.chunk == other.chunk else None)
+
+
+def moved(positions: Any, by: int) -> Any:
+    """`positions + by`, clipped to int32 before the sum can exceed it."""
+    within = positions.clip(max=INT32_MAX - by) if by >= 0 else positions.clip(min=INT32_MIN - by)
+    return within + by
+
+
+def _least(*bounds: int | None) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
