@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment ids, positions, ranges and masks, by the names in `cases.json`; each mask also in a version for the oracle."""
+"""Segment ids, positions, ranges and masks, by the names in `cases.json`; each mask also in a version for oracles."""
 
 import dataclasses
 from collections.abc import Callable

@@ -12,6 +12,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract import packing
+from ringattn_core.contract.bits import WORD
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import merged
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
@@ -40,8 +41,8 @@ def _kernel(backend: str) -> BlockKernel | None:
     return None if getattr(kernel, "static_masks", False) else kernel
 
 
-def _blocks(case: Case, shards: int) -> list[Block]:
-    """One block for each of `shards` equal parts of the keys, with all queries; made by core's ring engine."""
+def _blocks(case: Case) -> list[Block]:
+    """A block of each half of the keys, with all queries, made by core's ring engine. Bits are cut between words."""
     options, inputs = static_options(case), case.inputs
     config = options.pop("cfg", RingAttentionConfig())
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
@@ -49,10 +50,12 @@ def _blocks(case: Case, shards: int) -> list[Block]:
     arrays = keywords({name: jnp.asarray(x) for name, x in given.items() if x is not None})
     call = validated(**arrays, **options, ranks=1)
     ring = engine.ring_of(None, call, (0, 1))
-    whole = ring_blocks.block_of(ring, call, KV(packing.pack(call.key, call.value)), 0)
+    queries = ring_blocks.queries_of(ring, call)
+    whole = ring_blocks.block_of(ring, call, queries, KV(packing.pack(call.key, call.value)), 0)
     whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
-    size = whole.kv_length // shards
-    return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
+    half = whole.kv_length // SHARDS
+    half = half if whole.bits is None else -(-half // WORD) * WORD
+    return [whole.tile(0, whole.q_length, start, size) for start, size in ((0, half), (half, whole.kv_length - half))]
 
 
 def _forward_and_backward(kernel: BlockKernel, blocks: list[Block], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:
@@ -76,7 +79,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
     inputs, answer = case.inputs, case.answer
-    blocks = _blocks(case, SHARDS)
+    blocks = _blocks(case)
     dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
     dout = zero_padding(jnp.asarray(inputs.dout), blocks[0].q_segments)
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
@@ -90,7 +93,8 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     faults += comparison.against_oracle(got, answer, case)
     if not comparison.half_partials:
         faults += comparison.rounded_to_half(got, answer)
-    comparison.fail_if(faults, comparison.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
+    lengths = " and ".join(str(block.kv_length) for block in blocks)
+    comparison.fail_if(faults, comparison.told(case, f"as blocks of {lengths} keys"), got)
 
 
 @tiers.core
@@ -104,7 +108,7 @@ def test_a_kernel_begins_from_the_log_sum_exp_of_sinks(ringattn_backend: str, dt
     case = Case(f"from-sinks-{dtype}", causal=True, dtype=dtype, max_logits=asked).with_heads_for(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, *case.needs, Feature.SINKS, Feature.CROSS_LENGTHS):
         return
-    after, before = _blocks(case, SHARDS)
+    after, before = _blocks(case)
     rows = case.batch, case.heads, case.q_length
     least = jnp.full(rows, -jnp.inf)
     lse = jnp.linspace(-9.0, 9.0, least.size).at[::5].set(-jnp.inf).reshape(rows)
@@ -137,8 +141,8 @@ def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
         return
     case = Case("unseen-block", causal=True).with_heads_for(ringattn_backend)
-    own, unseen = _blocks(case, SHARDS)
-    own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
+    own, unseen = _blocks(case)
+    own, unseen = (block.tile(0, 24, 0, block.kv_length) for block in (own, unseen))
     before = jax.jit(lambda: kernel.forward(own, None))()
     after = jax.jit(lambda: kernel.forward(unseen, before))()
     assert np.array_equal(before.out, after.out)

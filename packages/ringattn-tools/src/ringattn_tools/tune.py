@@ -14,10 +14,9 @@ from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
 from ringattn_core.strategies.run import exchange, strategy_of
-from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
-from . import call_arguments, search, stored
+from . import call_arguments, search, stored, tuned_files
 from .abstract_call import AbstractCall, trace
 from .output import Bytes, Rows, Title, show
 from .search import Timed, shown
@@ -65,7 +64,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
         show("", Title(title), *([candidates(timed, best)] if timed else []))
-    kept = None if arguments.dry_run else cache.read(problem)
+    kept = None if arguments.dry_run else tuned_files.read(problem)
     print(f"\nstored in {kept.path}" if kept else "\nnot stored")
     return 0
 
@@ -100,7 +99,7 @@ def candidates(timed: Sequence[Timed], best: FwdParams | BwdParams) -> Rows:
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
-    root = cache.directory()
+    root = tuned_files.directory()
     if root is None:
         print("there is no cache directory for this user")
         return 1
@@ -120,7 +119,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _text(entry: cache.Entry) -> str:
+def _text(entry: tuned_files.Entry) -> str:
     """A stored result as text: its file, the problem that was tuned, and the chosen parameters."""
     problem = dict(entry.problem)
     versions = ", ".join(" ".join(pair) for pair in problem.pop("versions"))

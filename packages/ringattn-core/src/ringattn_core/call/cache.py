@@ -28,7 +28,7 @@ from .entry import entry
 from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
 from .options import options_in
 from .shard_map import refuse_sharded
-from .sharding import over_shards, sharded
+from .sharding import call_over_shards, sharded
 from .validation import fitted
 
 Lengths = Int[jax.Array, " B"]
@@ -263,5 +263,5 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
         name: (roles if name in ("key", "value", "kv_positions") else whole).spec(ARRAYS[name], x.shape)
         for name, x in call.arrays.items()
     }
-    out, *lse = over_shards(_attend, registration, call.placed(**roles.names), mesh, specs, whole)
+    out, *lse = call_over_shards(_attend, registration, call.placed(**roles.names), mesh, specs, whole)
     return (out, *lse) if lse else out

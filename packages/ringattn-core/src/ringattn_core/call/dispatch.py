@@ -34,8 +34,9 @@ def answer(registration: Registration, call: Call) -> Any:
     call = call.placed(strategy=strategy_of(registration, call))
     if backend.kernel is None:
         for name in ("balance", "return_max_logits", "kv_range"):
-            if not is_off(call.options[name]):
-                fact = f"needs a kernel of one block, but backend {registration.name!r} drives its own ring"
+            if not is_off(asked := call.options[name]):
+                said = "a range" if name == "kv_range" else repr(asked)
+                fact = f"{said} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
                 raise InputError(name, fact, "Leave it out, or pass another backend")
         result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))
     else:

@@ -30,7 +30,7 @@ class Result(NamedTuple):
     """In the dtype of the queries."""
     lse: Float32[Array, "B N T"]
     max_logits: Float32[Array, " N"] | None
-    """The largest score of each head, if `call.return_max_logits` asks for it."""
+    """The largest score of each head, if `call.rule.return_max_logits` asks for it."""
 
 
 def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Result:
@@ -84,6 +84,7 @@ def attend(ring: Ring, call: Call) -> Result:
 
 def _result(partial: Partial) -> Result:
     """The result of the ring, from that of its forward pass, which has the largest score of each query."""
+    assert partial.out is not None
     largest = partial.max_logits
     return Result(partial.out, partial.lse, None if largest is None else largest.max((0, 2)))
 

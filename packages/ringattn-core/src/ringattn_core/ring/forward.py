@@ -79,9 +79,9 @@ def _computed(partial: Partial | None) -> jax.Array | None:
 
 
 def beginning(call: Call) -> Partial | None:
-    """The partial result that the ring begins from: the attention sinks, or `None` without sinks.
+    """The partial result that the ring begins from: weight and no value if the call has sinks, else `None`.
 
-    Sinks have weight and no value. They are in no kernel's block, so they count once, not once a hop.
+    Only the first kernel gets it, so sinks count once, not once a hop.
     """
     sinks = sinks_of(call)
     if sinks is None:
