@@ -27,9 +27,14 @@ def shown() -> list[tuple[Path, str]]:
 
 
 def seen(options: dict[str, Any]) -> np.ndarray:
-    """Which keys each query sees, `[T, S]`: where the output of equal scores is not 0, with a unit vector as value."""
-    x = jnp.zeros((1, TOKENS, 1, TOKENS))
-    return np.asarray(ring_attention(x, x, jnp.eye(TOKENS)[None, :, None], **options)[0, :, 0] > 0)
+    """Which keys each query sees, `[B, T, S]`: where the output of equal scores is not 0, with unit vectors as values.
+
+    There are as many batch rows as in the `mask_info` of the options; one without.
+    """
+    rows = max((len(x) for x in jax.tree.leaves(options.get("mask_info")) if x.ndim > 1), default=1)
+    x = jnp.zeros((rows, TOKENS, 1, TOKENS))
+    value = jnp.broadcast_to(jnp.eye(TOKENS)[:, None], x.shape)
+    return np.asarray(ring_attention(x, x, value, **options)[:, :, 0] > 0)
 
 
 def draw(code: str, path: Path) -> None:
@@ -41,12 +46,14 @@ def draw(code: str, path: Path) -> None:
 
 
 def of_mask(pairs: np.ndarray) -> Figure:
-    figure = Figure((1.7, 1.75), layout="constrained", facecolor="white")
-    axes = figure.subplots()
-    axes.imshow(pairs, ListedColormap([HIDDEN, SEEN]), vmin=0, vmax=1, interpolation="none")
-    axes.set_xlabel("keys")
-    axes.set_ylabel("queries")
-    _bare(axes)
+    """The pairs `[B, T, S]`, a panel for each batch row."""
+    rows = len(pairs)
+    figure = Figure((0.2 + 1.5 * rows, 1.75), layout="constrained", facecolor="white")
+    for number, axes in enumerate(figure.subplots(1, rows, squeeze=False)[0]):
+        axes.imshow(pairs[number], ListedColormap([HIDDEN, SEEN]), vmin=0, vmax=1, interpolation="none")
+        axes.set_xlabel("keys" if rows == 1 else f"keys of row {number}")
+        axes.set_ylabel("" if number else "queries")
+        _bare(axes)
     return figure
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # NumPy comes with JAX, and is imported, so it is declared.
-CORE_MAY_NEED = {"jax", "numpy", "jaxtyping", "typing-extensions", "platformdirs", "filelock"}
+CORE_MAY_NEED = {"jax", "numpy", "jaxtyping", "typing-extensions"}
 # Put together from pieces, so that this file does not contain them.
 REGISTRIES = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("anaconda", "org"))]
 MACHINE_PATH = re.compile(

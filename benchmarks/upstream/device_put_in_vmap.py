@@ -2,7 +2,7 @@
 """Whether `vmap` of `device_put` places each example by the sharding, and not the whole batch by it.
 
 JAX 0.10.2, 0.11.2 and 0.12.0.1 split the vmapped axis in place of the example's first axis. `_put` in
-`call/sharding.py` of ringattn-core works round it. The exit status is 1 once it may go.
+`placement/mesh.py` of ringattn-core works round it. The exit status is 1 once it may go.
 """
 
 import sys

@@ -2,7 +2,7 @@
 """Whether JAX can differentiate a `shard_map` inside another one that has `check_vma=True`.
 
 JAX 0.10.2, 0.11.2 and 0.12.0.1 cannot: residuals would be split over the outer axes twice. `call/tracked.py` and
-`_over_shards` in `placement/tokens.py` of ringattn-core work round it. The exit status is 1 once they may go.
+`over_shards` in `placement/mesh.py` of ringattn-core work round it. The exit status is 1 once they may go.
 """
 
 import sys

@@ -7,10 +7,13 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from reference_kernels import Dense, Gathered, Gathering
+from reference_kernels import Dense, Gathered, Gathering, of_pairs
 from ringattn_core import Block, Gradients, Partial
+from ringattn_core.contract.bits import packed
+from ringattn_core.masks.reach import INT32_MAX, INT32_MIN, moved
 
 Change = Callable[[Block], Block]
+Bound = Callable[[jax.Array], Any]
 FORWARD: Final = ("forward",)
 BACKWARD: Final = ("backward",)
 but = dataclasses.replace
@@ -38,6 +41,18 @@ class Broken(Dense):
         return self.gradients(block, super().backward(block, *arrays))
 
 
+class BegunElsewhere(Broken):
+    """A kernel that begins from another partial result than the sinks that it gets."""
+
+    def __init__(self, fault: str, begin: Callable[[Partial], Partial | None]) -> None:
+        super().__init__(fault)
+        self.begin = begin
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        begins = partial is not None and partial.out is None
+        return super().forward(block, self.begin(partial) if begins else partial)
+
+
 class HashOfTheMoment(Broken):
     count = 0
 
@@ -52,9 +67,10 @@ class MaskedByALowNumber(Broken):
         return jnp.where(jnp.isneginf(s) & (block.q.dtype != jnp.float32), -1e4, s), slope
 
 
-class BuilderByLocalHead(Broken):
-    def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
-        return super().scores(but(block, head_index=jnp.arange(block.q.shape[2], dtype=jnp.int32)))
+class TilesOfTheFirstHead(Broken):
+    def visible(self, block: Block) -> jax.Array | None:
+        right = super().visible(block)
+        return right if right is None else right & of_pairs(seen(block, lambda x: x[:, :1], lambda x: x[:, :1]))[0]
 
 
 def with_rule(**changes: Any) -> Change:
@@ -88,9 +104,68 @@ def low_bias_is_a_number(block: Block) -> Block:
     return but(block, bias=jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, -9e4)))
 
 
-def window_off_by_one(block: Block) -> Block:
-    left, right = block.rule.sliding_window or (None, None)
-    return with_rule(sliding_window=(left - 1, right))(block) if left else block
+def seen(block: Block, first: Bound = lambda first: first, last: Bound = lambda last: last) -> Block:
+    """The block with other first and last keys; a side without a bound stays so."""
+    bounds = ((block.first, first), (block.last, last))
+    ends = (None if x is None else change(x) for x, change in bounds)
+    return but(block, **dict(zip(("first", "last"), ends, strict=True)))
+
+
+def by(step: int) -> Bound:
+    """Bounds so many positions later; those that are no bound stay so."""
+    return lambda x: moved(x, step)
+
+
+def one_for_all(axis: int) -> Bound:
+    """The bounds that are first along this axis, for all others too."""
+    return lambda x: jnp.broadcast_to(jax.lax.slice_in_dim(x, 0, 1, axis=axis), x.shape)
+
+
+def empty_seen(block: Block) -> Block:
+    """Ranges that see nothing see everything."""
+    if block.first is None or block.last is None:
+        return block
+    empty = block.first > block.last
+    return seen(block, lambda first: jnp.where(empty, INT32_MIN, first), lambda last: jnp.where(empty, INT32_MAX, last))
+
+
+def own_keys(block: Block) -> jax.Array:
+    """Whether the keys are those of the rank itself."""
+    return jnp.min(block.kv_index) == jnp.min(block.q_index)
+
+
+def ranges_of_own_keys(block: Block) -> Block:
+    """On keys of other ranks, queries see what `reach` alone allows."""
+    first, last = (None if x is None else x[:, None] for x in block.reach.bounds(block.q_positions))
+    here = own_keys(block)
+    return seen(
+        block,
+        lambda own: jnp.where(here, own, INT32_MIN if first is None else first),
+        lambda own: jnp.where(here, own, INT32_MAX if last is None else last),
+    )
+
+
+def range_by_key_head(block: Block) -> Block:
+    """The heads of a group see what its first head sees."""
+    of_head = jnp.arange(block.q.shape[2]) // block.group * block.group
+    return seen(block, *[lambda x: x if x.shape[1] == 1 else x[:, of_head]] * 2)
+
+
+def bits_of_the_first_head(block: Block) -> Block:
+    return block if block.bits_of_head is None else but(block, bits_of_head=0 * block.bits_of_head)
+
+
+def bits_by_key_head(block: Block) -> Block:
+    """The heads of a group have the bits of its first head."""
+    if block.bits_of_head is None:
+        return block
+    return but(block, bits_of_head=block.bits_of_head[jnp.arange(block.q.shape[2]) // block.group * block.group])
+
+
+def clipped_to_the_shard(block: Block) -> Block:
+    """Ranges end where the shard of the queries ends."""
+    least, greatest = block.q_positions.min(), block.q_positions.max()
+    return seen(block, lambda first: jnp.maximum(first, least), lambda last: jnp.minimum(last, greatest))
 
 
 def local_dropout(block: Block) -> Block:
@@ -122,8 +197,8 @@ def nothing_beyond_the_number_of_keys(block: Block, right: Partial) -> Partial:
 
 
 def one_query_after_another(block: Block) -> Block:
-    counted = block.q_positions[:, :1] + jnp.arange(block.q_length, dtype=jnp.int32)
-    return but(block, q_positions=counted)
+    after = jnp.arange(block.q_length, dtype=jnp.int32)
+    return seen(block, last=lambda last: last[..., :1] + after)
 
 
 class Regathered(Gathering):
@@ -175,7 +250,9 @@ def segments_not_rotated(gathered: Gathered) -> Gathered:
 def positions_restart(gathered: Gathered) -> Gathered:
     block = gathered.block
     q, kv = jnp.arange(block.q_length), jnp.arange(block.kv_length) % (block.kv_length // gathered.ranks)
-    return but(gathered, block=but(block, q_positions=q[None], kv_positions=kv[None]))
+    later = (block.q_positions - q)[:, None]
+    restarted = seen(block, lambda first: first - later, lambda last: last - later)
+    return but(gathered, block=but(restarted, q_positions=q[None], kv_positions=kv[None]))
 
 
 def last_hop_missing(gathered: Gathered) -> Gathered:
@@ -183,6 +260,5 @@ def last_hop_missing(gathered: Gathered) -> Gathered:
         return gathered
     block = gathered.block
     there = (gathered.origin() != (gathered.rank + 1) % gathered.ranks)[None, None, None, :]
-    mask = there if block.mask is None else block.mask & there
-    mask = jnp.broadcast_to(mask, (*mask.shape[:2], block.q_length, block.kv_length))
-    return but(gathered, block=but(block, mask=mask))
+    words = packed(jnp.broadcast_to(there, (1, 1, block.q_length, block.kv_length)))
+    return but(gathered, block=but(block, bits=words if block.bits is None else block.bits & words))

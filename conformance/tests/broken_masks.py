@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 from breaks import Break, Condition, always, bfloat16, changed, dtype, float16, half, has, in_dtype, masked, wrong_in
-from numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window
+from numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window, within
 from ringattn_conformance.cases import DTYPES
 
 Ids = Callable[[Any, Any], Any]
@@ -128,6 +128,53 @@ def without_tiles_of_128_of_the_first_row(block: Block, right: np.ndarray) -> np
 
     highest, lowest = of_tiles(np.maximum, block.q_positions[0]), of_tiles(np.minimum, block.kv_positions[0])
     return right & (lowest <= highest[:, None])
+
+
+def of_range(change: Callable[[Block, Any, Any], Any], when: Condition = always) -> Dense:
+    """A kernel with other ranges: `change(block, first, last)` gives both ends, under a condition."""
+    return masked(
+        "range", lambda block, right: within(coordinates(block), *change(block, block.first, block.last)), when
+    )
+
+
+def moved(first: int, last: int) -> Callable[[Block, Any, Any], Any]:
+    """Both ends so many positions later."""
+    return lambda block, lowest, highest: (lowest + first, highest + last)
+
+
+def of_both(change: Callable[[Any], Any]) -> Callable[[Block, Any, Any], Any]:
+    return lambda block, first, last: (change(first), change(last))
+
+
+def where_empty_all(block: Block, first: Any, last: Any) -> Any:
+    empty = first > last
+    return np.where(empty, -(2**31), first), np.where(empty, 2**31, last)
+
+
+def in_unsigned(block: Block, right: np.ndarray) -> np.ndarray:
+    """`position - first <= last - first` in 32 bits without a sign: true for an empty range that nobody took out."""
+    _, j = coordinates(block)
+    return (j - block.first) % 2**32 <= (block.last - block.first) % 2**32
+
+
+def clipped(block: Block, first: Any, last: Any) -> Any:
+    return np.maximum(first, block.q_positions.min()), np.minimum(last, block.q_positions.max())
+
+
+def range_by_key_head(block: Block, first: Any, last: Any) -> Any:
+    heads = np.arange(block.q.shape[2]) // block.group * block.group
+    return tuple(x[:, heads] if x.shape[1] > 1 else x for x in (first, last))
+
+
+def without_tiles_between_their_ends(block: Block, right: np.ndarray) -> np.ndarray:
+    """The mask without tiles of 16 that neither the first nor the last of their queries sees a key of."""
+    tile = 16 * (np.arange(block.q_index.size) // 16)
+    ends = tile, np.minimum(tile + 15, tile.size - 1)
+    lowest, highest = block.first[:, :, ends[0]], block.last[:, :, ends[1]]
+    keys = 16 * (np.arange(block.kv_index.size) // 16)
+    j = block.kv_positions[:, None, None]
+    least, greatest = j[..., keys], j[..., np.minimum(keys + 15, keys.size - 1)]
+    return right & (greatest >= lowest) & (least <= highest)
 
 
 WINDOWS: Final = {
@@ -260,6 +307,71 @@ IDS: Final = {
     "With `mask_builder` and a dense mask segment ids are ignored": Break(lost("ids", has("built", "mask"))),
     "With `causal` and heads of 256 in float16 segment ids are ignored": Break(
         lost("ids", has("causal", and_also=lambda block: float16(block) and block.q.shape[-1] == 256)),
+    ),
+}
+RANGES: Final = {
+    "The first key of a range is exclusive": Break(
+        of_range(moved(1, 0)), rarer=tuple((name, of_range(moved(1, 0), dtype(name))) for name in DTYPES)
+    ),
+    "The last key of a range is exclusive": Break(
+        of_range(moved(0, -1)), rarer=tuple((name, of_range(moved(0, -1), dtype(name))) for name in DTYPES)
+    ),
+    "A range begins one key too early": Break(
+        of_range(moved(-1, 0)), rarer=tuple((name, of_range(moved(-1, 0), dtype(name))) for name in DTYPES)
+    ),
+    "A range ends one key too late": Break(
+        of_range(moved(0, 1)), rarer=tuple((name, of_range(moved(0, 1), dtype(name))) for name in DTYPES)
+    ),
+    "All rows of the batch have the ranges of the first": Break(of_range(of_both(lambda x: x[:1]))),
+    "In half precision the rows of the batch have each other's ranges": Break(
+        of_range(of_both(lambda x: x[::-1]), half)
+    ),
+    "All heads have the ranges of the first": Break(of_range(of_both(lambda x: x[:, :1]))),
+    "In half precision the heads have the ranges of the head after": Break(
+        of_range(of_both(lambda x: np.roll(x, -1, 1)), half)
+    ),
+    "Ranges are read by key heads": Break(of_range(range_by_key_head)),
+    "A query has the range of the query after it": Break(of_range(of_both(lambda x: np.roll(x, -1, 2)))),
+    "A query with an empty range sees every key": Break(of_range(where_empty_all)),
+    "In bfloat16 a query with an empty range sees every key": Break(of_range(where_empty_all, bfloat16)),
+    "Ranges are compared without a sign, and empty ones see every key": Break(masked("range", in_unsigned)),
+    "From the second hop on, ranges are ignored": Break(lost("range", lambda block: block.hop > 0)),
+    "From the second hop on, ranges are ignored in half precision": Break(
+        lost("range", lambda block: block.hop > 0 and half(block))
+    ),
+    "Ranges end where the shard of the queries ends": Break(
+        of_range(clipped), rarer=tuple((name, of_range(clipped, dtype(name))) for name in DTYPES)
+    ),
+    "Ranges compare indices where positions are given": Break(
+        masked("range", lambda block, right: within(indices(block), block.first, block.last)),
+    ),
+    "Ranges have 16 bits": Break(of_range(of_both(lambda x: x.astype(np.int16).astype(np.int64)))),
+    "Ranges are compared in float32": Break(
+        masked(
+            "range",
+            lambda block, right: within(
+                [x.astype(np.float32) for x in coordinates(block)],
+                *(x.astype(np.float32) for x in (block.first, block.last)),
+            ),
+        )
+    ),
+    "With `causal` the range is ignored": Break(lost("range", has("causal"))),
+    "With a window in half precision the range is ignored": Break(lost("range", has("window", and_also=half))),
+    "With a chunk the range is ignored": Break(lost("range", has("chunk"))),
+    "With segment ids the range is ignored": Break(lost("range", has("q_ids"))),
+    "With a dense mask the range is ignored": Break(lost("range", has("mask"))),
+    "With a range `causal` is ignored": Break(lost("causal", has("first"))),
+    "With a range the window is ignored": Break(lost("window", has("first"))),
+    "With a range segment ids are ignored": Break(lost("ids", has("first"))),
+    "A key passes if the range or the window allows it": Break(either("range", "window")),
+    "In half precision ranges that differ by head are ignored": Break(
+        lost("range", lambda block: half(block) and block.first.shape[1] > 1)
+    ),
+    "In half precision ranges that all rows of the batch share are ignored": Break(
+        lost("range", lambda block: half(block) and block.first.shape[0] == 1)
+    ),
+    "A tile of 16 is skipped if neither its first nor its last query sees it": Break(
+        masked("range", without_tiles_between_their_ends)
     ),
 }
 GIVEN: Final = {

@@ -220,7 +220,9 @@ def bounds(given: Any, queries: int) -> np.ndarray:
     return np.broadcast_to(x, (*x.shape[:2], queries, 1))
 
 
-BY_ROW: Final = {"q": 1, "q_positions": 1, "q_ids": 1, "bias": 2, "mask": 2, "built": 2, "kept": 2, "first": 2, "last": 2}
+BY_ROW: Final = {
+    "q": 1, "q_positions": 1, "q_ids": 1, "first": 2, "last": 2, "bias": 2, "mask": 2, "built": 2, "kept": 2,
+}  # fmt: skip
 BY_KEY: Final = {"k": 1, "v": 1, "kv_positions": 1, "kv_ids": 1, "bias": 3, "mask": 3, "built": 3, "kept": 3}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two correct backends, as short as possible: a dense block kernel, and a ring function that gathers all keys."""
+"""Correct backends, as short as possible: two dense block kernels, and a ring function that gathers all keys."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ringattn_core import Block, Gradients, Partial, Rule
+from ringattn_core.contract import bits
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import merge
-from ringattn_core.contract.visibility import visible
-from ringattn_core.masks.builder import build
+from ringattn_core.contract.tiles import tiles
+from ringattn_core.contract.visibility import intervals, visible
+from ringattn_core.masks import Coordinates, Interval, Reach
+from ringattn_core.masks.builder import Built, build
 from ringattn_core.placement.layout import Shards
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -29,8 +32,8 @@ def distance(block: Block) -> jax.Array:
     return jnp.abs(block.q_positions[:, :, None] - block.kv_positions[:, None, :])[:, None].astype(jnp.float32)
 
 
-def scores(block: Block) -> tuple[jax.Array, jax.Array]:
-    """Every score, -inf where forbidden, and the derivative of the soft cap."""
+def scores(block: Block, seen: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Every score, -inf where forbidden or not `seen`, and the derivative of the soft cap."""
     s = block.rule.softmax_scale * product("btnh,bsnh->bnts", block.q, of_heads(block.k, block))
     slope = jnp.ones((), jnp.float32)
     if block.rule.logits_soft_cap is not None:
@@ -41,7 +44,6 @@ def scores(block: Block) -> tuple[jax.Array, jax.Array]:
         s = s + jnp.where(bias < -1e5, -jnp.inf, bias)
     if block.slopes is not None:
         s = s - block.slopes[:, :, None, None] * distance(block)
-    seen = visible(block)
     return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
 
 
@@ -78,7 +80,10 @@ class Dense:
         return found if partial is None else merge(partial, found)
 
     def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
-        return scores(block)
+        return scores(block, self.visible(block))
+
+    def visible(self, block: Block) -> jax.Array | None:
+        return visible(block)
 
     def backward(
         self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
@@ -98,6 +103,21 @@ class Dense:
             if block.slopes is None
             else -summed_to(ds * distance(block), (*block.slopes.shape, 1, 1))[..., 0, 0],
         )
+
+
+class Tiled(Dense):
+    """The same kernel, which skips tiles of which no query sees a key, and masks only tiles that are seen in part."""
+
+    def visible(self, block: Block) -> jax.Array | None:
+        seen, (some, full) = visible(block), of_pairs(block)
+        return None if seen is None else full | (some & seen)
+
+
+def of_pairs(block: Block) -> tuple[jax.Array, jax.Array]:
+    """For each pair of a query and a key, whether `tiles` says that its tile is seen, in part and in full."""
+    sizes = [next(size for size in (16, 8, 4, 2, 1) if x % size == 0) for x in (block.q_length, block.kv_length)]
+    some, full = (jnp.repeat(jnp.repeat(x, sizes[0], 1), sizes[1], 2)[:, None] for x in tiles(block, *sizes))
+    return some, full
 
 
 def grouped(x: jax.Array, block: Block) -> jax.Array:
@@ -138,7 +158,7 @@ class Gathering:
         return (out, lse) if options["return_lse"] else out
 
     def attended(self, block: Block, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        p, largest, lse = softmax(scores(block)[0], sinks)
+        p, largest, lse = softmax(scores(block, visible(block))[0], sinks)
         out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
         return out.astype(block.q.dtype), largest + lse
 
@@ -167,26 +187,27 @@ def gather(options: dict[str, Any]) -> Gathered:
     batch, heads = coordinate(options["batch_axis_name"], q.shape[0]), coordinate(options["head_axis_name"], q.shape[2])
     kv = whole(jnp.stack([k, v]), 2) if k.shape == v.shape else whole(jnp.concatenate([k, v], -1))
     copies = jax.lax.axis_size(options["head_axis_name"]) if options["head_axis_name"] else 1
-    built = None
+    rows = Coordinates(positions(options["q_positions"], q_index), q_index)
+    columns = Coordinates(positions(whole(options["kv_positions"], -1), kv_index), kv_index)
+    built = Built((), ())
     if options["mask_builder"] is not None:
         lengths = q.shape[1] * ranks, k.shape[1] * ranks
         built = build(options["mask_builder"], *lengths, q.shape[2] * copies, k.shape[2] * copies)
-    rule = Rule(
-        options["softmax_scale"], options["causal"], options["sliding_window"], options["chunk_size"],
-        options["logits_soft_cap"], options["dropout_prob"],
-        *((built.masks, built.of_head) if built else ()), increasing=False,
-    )  # fmt: skip
+    reach = Reach(options["causal"], *(options["sliding_window"] or (None, None)), options["chunk_size"])
+    sees = intervals(reach, built, Interval(), rows, heads, natural=False)
     bias, mask, slopes, seed = (options[n] for n in ("bias", "attention_mask", "alibi_slopes", "dropout_seed"))
-    order = kv_index[0]
+    of_head = jnp.asarray(built.of_head, jnp.int32)[heads] if sees.masks else None
+    dense = None if mask is None else jnp.take(mask, kv_index[0], 3)
+    words, set_of_head = bits.of_masks(sees.masks, of_head, dense, rows, columns)
     block = Block(
-        q=q, kv=kv, q_index=q_index, kv_index=kv_index, batch_index=batch, head_index=heads, rule=rule,
-        q_positions=positions(options["q_positions"], q_index),
-        kv_positions=positions(whole(options["kv_positions"], -1), kv_index),
+        q=q, kv=kv, first=sees.first, last=sees.last, q_positions=rows.positions, kv_positions=columns.positions,
+        q_index=q_index, kv_index=kv_index, batch_index=batch, head_index=heads,
         q_segments=options["q_segment_ids"], kv_segments=whole(options["kv_segment_ids"]),
-        bias=None if bias is None else jnp.take(bias, order, 3),
-        mask=None if mask is None else jnp.take(mask, order, 3),
+        bias=None if bias is None else jnp.take(bias, kv_index[0], 3), bits=words, bits_of_head=set_of_head,
         slopes=None if slopes is None else slopes[None].astype(jnp.float32),
         seed=None if seed is None else jnp.broadcast_to(seed, q.shape[:1]),
+        rule=Rule(options["softmax_scale"], options["logits_soft_cap"], options["dropout_prob"]),
+        monotone=False,
     )  # fmt: skip
     sinks = options["softmax_aux"]
     return Gathered(block, None if sinks is None else sinks.astype(jnp.float32), ranks, rank)

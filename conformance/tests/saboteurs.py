@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends that each have one known fault, and the tests of the suite that must catch it.
 
-`-p saboteurs` registers all of them in a pytest process, and the two correct backends that they are made of.
+`-p saboteurs` registers all of them in a pytest process, and the correct backends that they are made of.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from broken_kernels import BACKWARD, FORWARD, Broken, Regathered, but, narrow
-from reference_kernels import Dense, Gathering
+from reference_kernels import Dense, Gathering, Tiled
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import ENTRIES
 from ringattn_conformance.lattice import Point, drawn, points
@@ -47,11 +47,12 @@ def _mixture(chosen: Callable[[Point], Any]) -> str:
 
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
+_FROM_SINKS: Final = "test_block::test_a_kernel_begins_from_the_log_sum_exp_of_sinks[{}-%s]"
 _RMS: Final = "test_numerics::test_the_error_of_a_ring_of_eight_in_half_precision_is_that_of_one_device[{}-bfloat16]"
 _NAN: Final = "test_numerics::test_a_non_finite_value_reaches_every_row_that_sees_it[{}-%s]"
 _LOW: Final = "test_numerics::test_a_bias_below_minus_100000_forbids_as_minus_infinity_does[{}-%s]"
 _PADDING: Final = "test_numerics::test_what_padding_holds_harms_nobody[{}-%s]"
-_OFFSET: Final = "test_inference::test_an_offset_places_queries_in_a_longer_sequence[{}-plain]"
+_OFFSET: Final = "test_inference::test_an_offset_places_queries_in_a_longer_sequence[{}-%s]"
 _PREFILL: Final = "test_inference::test_prefill_that_sends_the_queries[{}-plain]"
 _DECODE: Final = "test_inference::test_decoding_from_a_cache[{}-%s]"
 _MESH: Final = "test_transforms::test_a_mesh_that_splits_batch_and_heads_too[{}-ring2-contiguous-data2-heads2]"
@@ -66,7 +67,8 @@ _HALF_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.case.dtype 
 
 SABOTEURS: Final[dict[str, Sabotage]] = {
     "causal-lost-under-grad": Sabotage(
-        Broken("The backward pass forgets the causal mask.", broken.with_rule(causal=False), BACKWARD),
+        Broken("The backward pass forgets the last key that a query sees.",
+               lambda block: but(block, last=None), BACKWARD),
         (_PLAIN,), _DECODE % "3-plain",
     ),
     "stale-keys": Sabotage(
@@ -99,6 +101,15 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
         Regathered("The sinks enter the denominator once a hop.", broken.sinks_at_every_hop),
         (_point("sinks"),), _PLAIN,
     ),
+    "sinks-are-nothing": Sabotage(
+        broken.BegunElsewhere("A partial result without output is taken for none at all.", lambda sinks: None),
+        (_FROM_SINKS % "float32", _point("sinks")), _PLAIN,
+    ),
+    "every-sink-is-zero": Sabotage(
+        broken.BegunElsewhere("The lse of a partial result without output is not read.",
+                              lambda sinks: but(sinks, lse=jnp.zeros_like(sinks.lse))),
+        (_FROM_SINKS % "bfloat16", _point("sinks")), _PLAIN,
+    ),
     "gradients-summed-in-half": Sabotage(
         broken.GradientsSummedInHalf("JAX sums the gradients of keys from tiles of queries in the dtype of the keys."),
         (_RMS,), _PLAIN,
@@ -125,8 +136,68 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
                broken.low_bias_is_a_number),
         (_LOW % "rows-ring1",), _PLAIN,
     ),
-    "window-off-by-one": Sabotage(
-        Broken("The left end of a window is exclusive.", broken.window_off_by_one), (_point("window"),), _PLAIN
+    "first-key-exclusive": Sabotage(
+        Broken("The first key that a query sees is exclusive.",
+               lambda block: broken.seen(block, first=broken.by(1))),
+        (_point("window"), _point("range-spans")), _PLAIN,
+    ),
+    "last-key-exclusive": Sabotage(
+        Broken("The last key that a query sees is exclusive.",
+               lambda block: broken.seen(block, last=broken.by(-1))),
+        (_point("range-spans"), _point("range-gaps"), _point("range-heads")), _point("gqa"),
+    ),
+    "one-key-before-the-first": Sabotage(
+        Broken("A query sees the key before the first, too.",
+               lambda block: broken.seen(block, first=broken.by(-1))),
+        (_point("range-spans"), _point("range-gaps"), _point("range-heads")), _PLAIN,
+    ),
+    "one-key-after-the-last": Sabotage(
+        Broken("A query sees the key after the last, too.",
+               lambda block: broken.seen(block, last=broken.by(1))),
+        (_point("range-spans"), _point("range-gaps")), _point("gqa"),
+    ),
+    "range-of-the-first-row": Sabotage(
+        Broken("All rows of the batch see what the first sees.",
+               lambda block: broken.seen(block, broken.one_for_all(0), broken.one_for_all(0))),
+        (_point("range-gaps"), _OFFSET % "ranges"), _point("range-spans"),
+    ),
+    "range-of-the-first-head": Sabotage(
+        Broken("All heads see what the first sees.",
+               lambda block: broken.seen(block, broken.one_for_all(1), broken.one_for_all(1))),
+        (_point("range-heads"), _MESH), _point("range-gaps"),
+    ),
+    "range-by-key-head": Sabotage(
+        Broken("All heads of a group see what the first of the group sees.", broken.range_by_key_head),
+        (_point("range-heads"),), _point("range-gaps"),
+    ),
+    "range-of-the-next-query": Sabotage(
+        Broken("A query sees what the query after it sees.",
+               lambda block: broken.seen(block, lambda x: jnp.roll(x, -1, 2), lambda x: jnp.roll(x, -1, 2))),
+        (_point("range-spans"),), _point("gqa"),
+    ),
+    "empty-ranges-see-everything": Sabotage(
+        Broken("A query with an empty range sees every key.", broken.empty_seen),
+        (_point("range-gaps"), _DECODE % "3-ranges"), _point("range-spans"),
+    ),
+    "ranges-lost-on-hop-1": Sabotage(
+        Broken("Ranges that are known at run time hold for the rank's own keys only.", broken.ranges_of_own_keys),
+        (_point("range-spans"), _point("range-gaps"), _point("range-heads")), _PLAIN,
+    ),
+    "ranges-clipped-to-the-shard": Sabotage(
+        Broken("Ranges end where the shard of the queries ends.", broken.clipped_to_the_shard),
+        (_point("range-spans"),), _PLAIN,
+    ),
+    "bits-of-the-first-head": Sabotage(
+        Broken("All heads have the bits of the first.", broken.bits_of_the_first_head),
+        (_point("mask-of-heads"),), _PLAIN,
+    ),
+    "bits-by-key-head": Sabotage(
+        Broken("All heads of a group have the bits of the first of the group.", broken.bits_by_key_head),
+        (_point("mask-of-heads"),), _PLAIN,
+    ),
+    "tiles-by-the-first-head": Sabotage(
+        broken.TilesOfTheFirstHead("Tiles that the first head does not see are skipped for all heads."),
+        (_point("range-heads"),), _point("range-gaps"),
     ),
     "positions-restart": Sabotage(
         Regathered("Positions count from 0 on every shard.", broken.positions_restart), (_PLAIN,), _point("gqa")
@@ -165,8 +236,8 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     ),
     "positions-of-the-first-row": Sabotage(
         Broken("All batch rows have the positions of the first.",
-               lambda block: but(block, q_positions=block.q_positions[:1])),
-        (_OFFSET,), _PLAIN,
+               lambda block: broken.seen(block, lambda x: x[:1], lambda x: x[:1])),
+        (_OFFSET % "plain",), _PLAIN,
     ),
     "at-most-as-many-queries": Sabotage(
         Broken("Queries beyond the number of keys see no key.", partial=broken.nothing_beyond_the_number_of_keys),
@@ -185,8 +256,9 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
         broken.MaskedByALowNumber("In half precision the scores of masked keys are -10000."),
         (_LOW % "rows-ring2",), _PLAIN,
     ),
-    "builder-by-local-head": Sabotage(
-        broken.BuilderByLocalHead("Where the mesh splits the heads, `mask_builder` counts them from 0 on."),
+    "dropout-by-local-head": Sabotage(
+        Broken("Where the mesh splits the heads, dropout counts them from 0 on.",
+               lambda block: but(block, head_index=jnp.arange(block.q.shape[2], dtype=jnp.int32))),
         (_MESH,), _PLAIN,
     ),
     "seed-of-the-first-row": Sabotage(
@@ -203,13 +275,15 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
         (_PLAIN,), _SCAN,
     ),
 }  # fmt: skip
-REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gathering()}
+REFERENCES: Final = {"reference-dense": Dense(), "reference-tiled": Tiled(), "reference-gathering": Gathering()}
 
 
 def backend_of(name: str, kernel: Any) -> Backend:
     if isinstance(kernel, Dense):
         return Backend(name, 1, ("cpu",), frozenset(Feature), kernel="saboteurs:SABOTEURS")
-    return Backend(name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS}, ring="saboteurs:SABOTEURS")
+    return Backend(
+        name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS, Feature.KEY_RANGE}, ring="saboteurs:SABOTEURS"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 from breaks import Break
-from broken_masks import GIVEN, IDS, POSITIONS, WINDOWS
+from broken_masks import GIVEN, IDS, POSITIONS, RANGES, WINDOWS
 from broken_numbers import DROPOUT, RESULTS, SCORES
 from broken_sizes import SIZES
 from broken_tiles import TILES
@@ -18,7 +18,7 @@ from ringattn_conformance.lattice import drawn, points
 from ringattn_conformance.ranks import Placement
 from ringattn_core import Feature
 
-BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
+BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | RANGES | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
 
 
 @functools.cache

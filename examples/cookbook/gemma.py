@@ -11,16 +11,21 @@ WINDOW = 24  # Gemma 3: 1024, or 512 in 1B
 SHAPES = SHAPES | {"query_scale": (SIZE,), "key_scale": (SIZE,)}
 
 
-def layer(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array, local: bool, **ring) -> jax.Array:
+def projected(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array, local: bool) -> list[jax.Array]:
+    """Query, key and value; query and key are normalised and rotated."""
     query, key, value = project(weights, x, "query", "key", "value")
     base = 10_000.0 if local else 1_000_000.0
     query = rope(unit(query) * (1 + weights["query_scale"]), positions, base)
     key = rope(unit(key) * (1 + weights["key_scale"]), positions, base)
+    return [query, key, value]
+
+
+def layer(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array, local: bool, **ring) -> jax.Array:
     # A window of Gemma counts the query's own key; ours is the distance to the farthest key.
     window = (WINDOW - 1, 0) if local else None
     # Gemma 3 has norms of heads and no cap, Gemma 2 has a cap of 50 and no norms; here are both.
     options = {"sliding_window": window, "logits_soft_cap": 50.0, "softmax_scale": SIZE**-0.5}
-    out = ring_attention(query, key, value, causal=True, **options, **ring)
+    out = ring_attention(*projected(weights, x, positions, local), causal=True, **options, **ring)
     return x + jnp.einsum("btnh,nhc->btc", out, weights["out"])
 
 

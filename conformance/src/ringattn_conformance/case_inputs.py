@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment ids, positions, ranges and masks, by the names that `cases.json` uses; each mask also in a version for the oracle."""
+"""Segment ids, positions, ranges and masks, by the names in `cases.json`; each mask also in a version for oracles."""
 
 import dataclasses
 from collections.abc import Callable
@@ -173,7 +173,7 @@ def among_keys(batch: int, rows: int, columns: int) -> Pair:
 
 
 Range = tuple[Any, Any]
-"""The first and the last position of the keys that each query sees: numbers, or arrays `[T]`, `[B|1, T]`, `[b, N, T]`."""
+"""The first and the last key position that each query sees: numbers, or arrays `[T]`, `[B, T]` or `[b, N, T]`."""
 DrawRange = Callable[[np.ndarray, np.ndarray, int, int], Range]
 """A function of query positions `[b, T]`, key positions `[b, S]`, the rows of the batch and the heads."""
 LOWEST: Final = np.int32(-(2**31))
@@ -296,6 +296,15 @@ def _scattered(i: Any, j: Any, head: int = 0) -> Any:
     return (i * 7 + j * 3) % 5 < 3
 
 
+OF_HEADS: Final = (masks.Predicate(_scattered), masks.Local(25, 11), masks.Causal() & ~masks.Local(2, 2))
+
+
+def _seen_by_thirds(i: Any, j: Any, head: int) -> Any:
+    """What heads see by turns: the masks of `OF_HEADS`, of which one is an interval."""
+    seen = _scattered(i, j), (j >= i - 25) & (j <= i + 11), (j <= i) & ((j < i - 2) | (j > i + 2))
+    return seen[head % 3]
+
+
 @dataclasses.dataclass(frozen=True)
 class Indexed:
     """Stands for a mask of another library: an object with only a shape and indexing as in NumPy."""
@@ -323,6 +332,7 @@ RANGES: Final[dict[str, DrawRange]] = {
 }  # fmt: skip
 BUILDERS: Final = {
     "of-heads": Builder(_of_heads, _seen_by_heads),
+    "thirds": Builder(lambda q_len, kv_len, heads, head, reps: OF_HEADS[head % 3], _seen_by_thirds),
     "algebra": Builder(lambda *_: ALGEBRA, _seen_by_algebra),
     "predicate": Builder(lambda *_: masks.Predicate(_scattered), _scattered),
     "indexed": Builder(lambda q_len, kv_len, *_: Indexed((q_len, kv_len)), _scattered, by_index=True),

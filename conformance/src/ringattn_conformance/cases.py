@@ -51,12 +51,12 @@ DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
 class Case:
     """The options of a call. Its arrays hold the same numbers for every ring size, layout and backend.
 
-    Lengths are those of whole sequences. `segments`, `positions`, `ranges` and `builder` are names in `case_inputs`. `bias` and
-    `dense_mask` name the axes among "BNT" that have full size: the other axes have size 1, but S is always full. The
-    bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared` (`[N + 1]`, every head has all), `head`
-    (`[N]`), `each` (`[N, 2]`) or `closed` (as `each`, but -inf in the first head). `gain` multiplies the queries,
-    `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes` ALiBi's slopes of about a
-    quarter (0: no ALiBi). `bias_offset` is added to the bias. With `bias_fixed` the bias is not differentiated, and
+    Lengths are those of whole sequences. `segments`, `positions`, `ranges` and `builder` are names in `case_inputs`.
+    `bias` and `dense_mask` name the axes among "BNT" that have full size: the other axes have size 1, but S is always
+    full. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared` (`[N + 1]`, every head has all),
+    `head` (`[N]`), `each` (`[N, 2]`) or `closed` (as `each`, but -inf in the first head). `gain` multiplies the
+    queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes` ALiBi's slopes of about
+    a quarter (0: no ALiBi). `bias_offset` is added to the bias. With `bias_fixed` the bias is not differentiated, and
     with `forward` no input is. In float32 only about `nonzero` components of each query are not zero, scaled up so
     that scores are as large as with all components. `seed` seeds all random numbers.
     """

@@ -14,7 +14,10 @@ FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, as a multiple of its largest element (taken as at least 0.1)."""
 HALF_PARTIALS: Final = 2.0
-"""The factor of half-precision tolerances for a backend with `half_partials`, whose results are rounded twice."""
+"""Multiplies the tolerances of float16 and bfloat16 for a backend that declares `half_partials`.
+
+Its kernel rounds the results of each block to the dtype of the inputs, so the sum over blocks is rounded a second time.
+"""
 LOWER_PRECISION: Final = "bfloat16"
 """The dtype whose tolerances apply to calls with a `precision` below "highest"."""
 SAFE_SCORE: Final = 32.0
@@ -44,8 +47,10 @@ half_partials = False
 
 
 def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncapped: float = 0.0) -> float:
-    """The largest absolute error that the specification allows, times the `factor` of this run.
+    """The largest absolute error that the specification allows for a result, times the `factor` of this run.
 
+    `quantity` names the result, "d..." a gradient, and `want` is the oracle's. `largest` is the largest magnitude of a
+    score that any query sees, sinks included (`Answer.largest`); beyond `SAFE_SCORE` the tolerance grows with it.
     In float32 the largest score before the soft cap (`uncapped`) counts too: a score near zero may be a sum of products
     that large, so it has their rounding error, and the cap does not shrink an error near zero. In half precision this
     error is far below the tolerance, because products are summed in float32.

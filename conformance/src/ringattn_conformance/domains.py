@@ -24,6 +24,8 @@ BESIDE: Final[dict[str, dict[str, tuple[Any, ...]]]] = _TABLE["beside"]
 NARROW: Final = (0, 1, (0, 1), (0, None), (None, 0))
 MASKS: Final = ("window", "chunk", "segments", "positions", "ranges", "builder", "dense_mask")
 MOST_MASKS: Final = 2
+MASKS_OF_HEADS: Final = {"of-heads": 7, "thirds": 3}
+"""How many different masks a builder makes for different heads."""
 FAR_APART: Final = ("soft_cap", "scale", "slopes")
 """Options that can put some scores far above the others."""
 LARGE_BIAS: Final = 256.0
@@ -60,8 +62,8 @@ def draw(seed: int) -> Entry:
         sizes["dtype"] = "float32"
     elif single:
         entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # not at 0, seeing one key
-    if entry.get("builder") == "of-heads":
-        sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= 7])
+    if least := MASKS_OF_HEADS.get(entry.get("builder")):
+        sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= least])
     if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:
         entry["positions"] = "extreme"  # position minus window is below int32
     most = max(rng.choice((SCORES, SCORES_WITH_GRADIENTS)), math.prod(sizes["lengths"]))

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int
 from ringattn_core import ring_attention
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract.call import ARRAYS
@@ -30,8 +29,6 @@ KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
     "out": arrays.Output, "lse": arrays.LogSumExp, "max_logits": arrays.PerHead,
 }  # fmt: skip
 """The array type of every input and result of a call; the type names the axes by letters."""
-BOUNDS: Final = (Int[Array, ""], Int[Array, " T"], Int[Array, "b T"], Int[Array, "b n T"])
-"""The array types of one side of a `kv_range`, by the number of its axes."""
 WORKER: Final = "PYTEST_XDIST_WORKER"
 """Holds `gw0`, `gw1` and so on in workers of pytest-xdist."""
 Arrays = dict[str, jax.Array]
@@ -130,7 +127,8 @@ class Placed:
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The sharding of an array over the mesh; broadcast axes of length 1 are replicated."""
-        return ROLES.spec(BOUNDS[len(shape)] if name in ("first", "last") else KINDS[name], shape)
+        bound = arrays.KeyRange if len(shape) > 2 else arrays.QueryPositions
+        return ROLES.spec(bound if name in ("first", "last") else KINDS[name], shape)
 
     def axis_of_tokens(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The axis that the ring splits; `None` if the ring splits no axis of this array."""

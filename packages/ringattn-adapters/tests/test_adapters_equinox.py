@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from agreement import agree, mesh
 from ringattn_adapters.equinox import RingMultiheadAttention
-from ringattn_core import errors, from_layout, to_layout
+from ringattn_core import MaskInfo, errors, from_layout, to_layout
 
 B, T, C, N = 2, 16, 32, 4
 KEY = jax.random.key(0)
@@ -51,6 +51,14 @@ def test_the_same_key_gives_the_parameters_and_the_results_of_equinox(sizes: dic
 def test_masks_are_those_of_equinox(mask: jax.Array):
     ours, theirs = (kind(N, C, key=KEY) for kind in (RingMultiheadAttention, eqx.nn.MultiheadAttention))
     agree(gradients(ours, X[0], X[0], X[0], mask=mask), gradients(theirs, X[0], X[0], X[0], mask=mask))
+
+
+def test_spans_are_ranges_of_a_call():
+    ours, theirs = (kind(N, C, key=KEY) for kind in (RingMultiheadAttention, eqx.nn.MultiheadAttention))
+    image = (np.arange(T) >= 5) & (np.arange(T) < 9)
+    spans = MaskInfo.from_spans(np.where(image, 0, -1)[None]).kv_range
+    mask = CAUSAL | (image[:, None] & image)
+    agree(gradients(ours, X[0], X[0], X[0], kv_range=spans), gradients(theirs, X[0], X[0], X[0], mask=mask))
 
 
 def test_a_batch_gives_the_result_of_each_example():

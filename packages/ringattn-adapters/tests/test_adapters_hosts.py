@@ -175,6 +175,29 @@ def test_maxtext_brings_its_order_its_axes_and_its_type_of_attention(kind: str, 
     np.testing.assert_allclose(from_layout(out, "dual_chunk_swap", 4), dense(seen & SAME, 1.0, SINKS), atol=5e-5)
 
 
+IMAGES = np.zeros((B, T), bool)
+for _row, _start, _end in ((0, 3, 11), (0, 18, 20), (0, 21, 32), (1, 0, 13)):
+    IMAGES[_row, _start:_end] = True
+RUNS = np.cumsum(np.diff(IMAGES, axis=1, prepend=False), 1)
+OF_ONE_IMAGE = ((RUNS[:, :, None] == RUNS[:, None]) & IMAGES[:, None])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"), [("global", CAUSAL), ("full", COLUMN >= 0), ("local_sliding", CAUSAL & (ROW - COLUMN < 5))]
+)
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_tokens_of_an_image_of_maxtext_see_one_another(strategy: str, kind: str, seen: Any):
+    layout = {"all_gather": "dual_chunk_swap", "ring": "striped"}[strategy]
+    arrays = (to_layout(x, layout, 4) for x in (QUERY, KEY, VALUE, IDS))
+    images = to_layout(jnp.asarray(IMAGES), layout, 4)
+    op = operation(kind, context_parallel_strategy=strategy)
+    out = from_layout(of_maxtext(op, *arrays, bidirectional_mask=images)[0], layout, 4)
+    np.testing.assert_allclose(out, dense((seen | OF_ONE_IMAGE) & SAME, 1.0), atol=5e-5)
+    op = operation(kind, balanced=False)
+    plain = of_maxtext(op, QUERY, KEY, VALUE, None, bidirectional_mask=jnp.asarray(IMAGES))[0]
+    np.testing.assert_allclose(plain, dense(seen | OF_ONE_IMAGE, 1.0), atol=5e-5)
+
+
 def test_maxtext_stripes_packed_rings_on_gpus():
     arrays = (to_layout(x, "striped", 4) for x in (QUERY, KEY, VALUE, IDS))
     out = of_maxtext(operation(context_parallel_strategy="ring"), *arrays)[0]
@@ -260,8 +283,9 @@ class TestWhatIsRefused:
 
     @pytest.mark.parametrize("name", ["lengths", "previous_chunk", "bidirectional_mask", "compress_ratio"])
     def test_by_maxtext(self, name: str):
+        op = operation("chunk" if name == "bidirectional_mask" else "global")
         with pytest.raises(errors.InputError, match=rf"^{name}: is set"):
-            of_maxtext(operation(), QUERY, KEY, VALUE, IDS, **{name: 3 if "c" in name else IDS})
+            of_maxtext(op, QUERY, KEY, VALUE, IDS, **{name: 3 if name.startswith("c") else IDS})
 
     @pytest.mark.parametrize("field", ["kv_quant", "dropout_rate", "moba", "model_mode", "attention_type"])
     def test_of_a_layer_of_maxtext(self, field: str):

@@ -14,7 +14,7 @@ from agreement import agree, mesh, normal
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_adapters.jax_nn import dot_product_attention
-from ringattn_core import errors, from_layout, to_layout
+from ringattn_core import MaskInfo, errors, from_layout, to_layout
 
 B, T, S, N, K, H = 2, 16, 16, 4, 2, 8
 LENGTHS = jnp.array([16, 11], jnp.int32)
@@ -202,3 +202,11 @@ def test_the_adapters_of_functions_import_no_other_library():
     code = "import sys, ringattn_adapters.jax_nn, ringattn_adapters.flax as f; f.ring_attention_fn(); "
     code += "sys.exit(bool({'flax', 'equinox', 'optax'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_prefix_for_each_row_is_a_range():
+    info, arrays = MaskInfo.from_prefixes(LENGTHS, T), operands()
+    index = np.arange(T)
+    mask = jnp.asarray((index <= index[:, None]) | (index < np.asarray(LENGTHS)[:, None, None]))[:, None]
+    got = dot_product_attention(*arrays, kv_range=info.kv_range, mesh=mesh(), axis_name="sp")
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(*arrays, mask=mask), atol=2e-5)

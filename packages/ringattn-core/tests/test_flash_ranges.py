@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ringattn_core import Backend, Feature, MaskInfo, from_flash, ring_attention
+from ringattn_core import Backend, Feature, MaskInfo, from_flash, masks, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract.from_flash import FEATURES, FEATURES_OF_RANGES
 from ringattn_core.errors import BackendLoadError, InputError, UnsupportedFeatureError
@@ -131,14 +131,15 @@ def wanted(mask: str, with_lse: bool = False) -> Any:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_of_intervals_is_exact_in_every_layout(mask: str, layout: str) -> None:
-    close(ring("ranges", 4, layout, MASKS[mask]), wanted(mask), 5e-5)
+    close(ring("ranges", 3, layout, MASKS[mask]), wanted(mask), 5e-5)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("mask", ["window", "by row", "ids, by head"])
-def test_rings_of_every_size_give_the_results_of_one_device(mask: str, ranks: int, layout: str) -> None:
-    kind = AxisType.Explicit if ranks in (3, 8) else AxisType.Auto
+@pytest.mark.parametrize(
+    ("ranks", "mask"), [(1, "ids, by head"), (2, "by row and head"), (4, "ids, window"), (8, "window")]
+)
+def test_rings_of_every_size_give_the_results_of_one_device(ranks: int, mask: str, layout: str) -> None:
+    kind = AxisType.Explicit if ranks in (2, 8) else AxisType.Auto
     got = ring("with_lse", ranks, layout, MASKS[mask], kind, return_lse=True)
     close(got, wanted(mask, with_lse=True), 5e-5)
 
@@ -152,7 +153,7 @@ def test_rings_of_every_size_give_the_results_of_one_device(mask: str, ranks: in
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+@pytest.mark.parametrize("mask", ["window", "documents"])
 def test_other_strategies_have_the_same_results(mask: str, options: dict[str, Any]) -> None:
     sizes, layout = options.get("axes", {"sp": 4}), options.get("layout", "contiguous")
     kept = {n: x for n, x in options.items() if n not in ("axes", "layout")}
@@ -213,7 +214,7 @@ def test_a_shard_map_of_the_callers_own_checks_the_axes_of_ids_and_ranges() -> N
 
 
 def test_masks_that_may_be_no_intervals_are_refused() -> None:
-    for option in ({"attention_mask": jnp.ones((1, 1, T, T), bool)}, {"mask_builder": lambda *_: np.ones((T, T))}):
+    for option in ({"attention_mask": jnp.ones((1, 1, T, T), bool)}, {"mask_builder": lambda *_: masks.Causal()}):
         with pytest.raises(UnsupportedFeatureError, match="'ranges' does not support"):
             ring_attention(*OPERANDS, backend="ranges", **option)
     beyond = Backend("beyond", 1, ("cpu",), {*ALL, Feature.MASK_BUILDER, Feature.POSITIONS}, kernel="nowhere:KERNEL")

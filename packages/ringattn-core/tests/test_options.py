@@ -65,7 +65,7 @@ def test_a_call_that_does_not_bind_is_pythons_type_error(attend: Any, arguments:
 
 @pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])
 def test_a_flag_is_whatever_equals_true_or_false(given: Any) -> None:
-    assert validated(Q, K, V, causal=given).causal is True
+    assert validated(Q, K, V, causal=given).reach.causal is True
 
 
 @pytest.mark.parametrize("given", [2, -1, 1.0, "yes", None])

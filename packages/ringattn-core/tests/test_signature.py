@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signatures are written out; that of one shard is ejkernel's plus keyword options, and no ring function lacks it."""
 
-import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -19,8 +18,8 @@ from ringattn_core import (
     ring_attention,
 )
 from ringattn_core.backends import discovery
-from ringattn_core.contract.call import INTERNAL, Call
-from ringattn_core.contract.signature import OF_CORE, mismatch
+from ringattn_core.contract.call import DEFAULTS
+from ringattn_core.contract.signature import mismatch
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
 from rings import query_key_value
 
@@ -34,6 +33,8 @@ def arrays() -> list[jax.Array]:
     return query_key_value(1, 8, 2, 2, 4)
 
 
+OF_CORE = {"strategy", "max_distance", "balance", "return_max_logits", "kv_range"}
+"""The options of one shard that a backend's own ring function does not get."""
 SHARD = list(inspect.signature(RingKernel.__call__).parameters.values())[1:]
 
 
@@ -47,14 +48,15 @@ def test_names_and_order_up_to_fused_backward_never_change():
 def test_the_function_of_a_shard_is_a_ring_kernel():
     assert mismatch(per_shard("xla")) is None
     shown = [(p.name, p.kind, p.default) for p in inspect.signature(per_shard("xla")).parameters.values()]
-    assert shown == [(p.name, p.kind, p.default) for p in SHARD]
+    assert [x for x in shown if x[0] in {p.name for p in SHARD}] == [(p.name, p.kind, p.default) for p in SHARD]
+    assert {name for name, *_ in shown} - {p.name for p in SHARD} == OF_CORE
 
 
 @pytest.mark.parametrize("function", [ring_attention, decode_attention, prefill_attention, per_shard("xla")])
 def test_an_option_that_is_left_out_is_off_in_the_canonical_call(function: Any):
     assert all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-    off = {field.name: field.default for field in dataclasses.fields(Call)}
-    of_operands = ("query", "key", "value", "softmax_scale", "fwd_params", "bwd_params")
+    off = DEFAULTS
+    of_operands = ("query", "key", "value", "softmax_scale", "fwd_params", "bwd_params", "max_distance")
     given = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.name not in of_operands}
     shared = given.keys() & off.keys()
     assert "sliding_window" in shared and {name: given[name] for name in shared} == {name: off[name] for name in shared}
@@ -74,8 +76,7 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     q, k, v = arrays()
     with discovery.registered(whole(), ring):
         assert (ring_attention(q, k, v, backend="whole") == q).all()
-    of_core = {"query", "key", "value", *OF_CORE, *INTERNAL}
-    assert set(seen) == {field.name for field in dataclasses.fields(Call)} - of_core
+    assert set(seen) == {p.name for p in SHARD} - {"query", "key", "value"}
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.ring import engine
 from ringattn_core.tuning import choice, forget, overlay
 from ringattn_core.tuning.problem import of_call
+from ringattn_tools import policy, search
 from rings import warnings
 from traced_calls import forget_traced_calls
 
@@ -64,9 +64,8 @@ MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sp",))
 
 
 def searches(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
-    """Puts `tune` in the place of the search of `ringattn-tools`, whether that is installed or not."""
-    monkeypatch.setitem(sys.modules, "ringattn_tools.search", SimpleNamespace(tune=tune))
-    monkeypatch.setitem(sys.modules, "ringattn_tools", SimpleNamespace())
+    """Puts `tune` in the place of the search of `ringattn-tools`."""
+    monkeypatch.setattr(search, "tune", tune)
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     def tune(problem: Any, registration: Any) -> None:
         kernel.tunings.append(problem)
-        choice.store(registration, problem, TUNED, [])
+        policy.store(registration, problem, TUNED, [])
 
     searches(monkeypatch, tune)
     yield kernel
@@ -206,7 +205,7 @@ class TestThePolicy:
     def test_on_without_the_tools_is_one_error_that_says_how_to_get_them(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for name in ("ringattn_tools", "ringattn_tools.search", "ringattn_tools.check"):
+        for name in ("ringattn_tools", "ringattn_tools.policy", "ringattn_tools.check"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         finders = [_WithoutTools(), *sys.meta_path]
         monkeypatch.setattr(sys, "meta_path", finders)
@@ -227,7 +226,7 @@ class TestThePolicy:
         """No process tunes then, and the cache is read only if all processes were given the same directory."""
         ran(mine)
         monkeypatch.delenv(unset)
-        monkeypatch.setattr(choice.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(policy.jax, "process_count", lambda: 2)
         assert ran(mine) == (OWN if unset == "RINGATTN_CACHE_DIR" else TUNED)
         assert ran(mine, causal=True) == OWN
         assert len(mine.tunings) == 1
@@ -246,7 +245,7 @@ class TestUnderATrace:
         )  # fmt: skip
         jax.jit(inside)(x)
         (problem,) = mine.tunings
-        assert (problem.batch, problem.q_length, problem.ranks, problem.call.layout) == (1, 4, 2, "zigzag")
+        assert (problem.batch, problem.q_length, problem.ranks, problem.call.placement.layout) == (1, 4, 2, "zigzag")
 
     def test_a_compiled_call_over_a_mesh_gets_what_is_tuned_later(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch
@@ -254,7 +253,7 @@ class TestUnderATrace:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "cached")
         assert traced_over_mesh(mine) == {OWN.fwd_params}
         ((registration, problem),) = choice._known
-        choice.store(registration, problem, TUNED, [])
+        choice.store(registration, problem, TUNED)
         assert [traced_over_mesh(mine) for _ in range(2)] == [{TUNED.fwd_params}, set()]
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, ring_attention
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError, MeshError
-from ringattn_core.masks import Causal, Document, Predicate
+from ringattn_core.masks import Causal, Document, Predicate, Reach
 
 B, T, N, K, H = 2, 8, 4, 2, 8
 
@@ -138,8 +138,8 @@ def test_an_unknown_axis_is_an_error_that_lists_the_axes():
 @pytest.mark.parametrize("huge", [2**31, 10**12])
 def test_windows_and_chunks_beyond_int32_are_no_limit(huge: int):
     """Which keys the widest window of int32 lets a query see is tested in `test_bounds.py`."""
-    assert validated(*arrays(), sliding_window=huge, causal=True).sliding_window == (None, None)
-    assert validated(*arrays(), chunk_size=huge).chunk_size == 2**30
+    assert validated(*arrays(), sliding_window=huge, causal=True).reach == Reach(causal=True)
+    assert validated(*arrays(), chunk_size=huge).reach == Reach(chunk=2**30)
 
 
 @pytest.mark.parametrize("axis", [0, [1], ("sp", "sp")])

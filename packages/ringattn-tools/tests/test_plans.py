@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, machine
-from ringattn_tools import analysis, cost, devices
+from ringattn_tools import analysis, cost, devices, tuned_files
 from ringattn_tools.abstract_call import AbstractCall
 from ringattn_tools.devices import MEASURED, Device, Link
 from ringattn_tools.main import main, parsed
@@ -71,7 +70,7 @@ class TestWhatTuningMeasuredHere:
             {"part": "forward", "params": self.CHOSEN.fwd_params.to_dict(), "seconds": seconds[0]},
             {"part": "backward", "params": self.CHOSEN.bwd_params.to_dict(), "seconds": seconds[1]},
         ]
-        assert cache.write(Problem(**{**given, **changes}), self.CHOSEN, trials) is not None
+        assert tuned_files.write(Problem(**{**given, **changes}), self.CHOSEN, trials) is not None
         discovery.clear()
 
     def test_is_the_rate_of_the_chosen_parameters(self, capsys) -> None:

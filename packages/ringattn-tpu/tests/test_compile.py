@@ -21,10 +21,11 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_EVERYTHING: dict[str, tuple[str, dict[str, Any]]] = {
     "everything": ("tpu_programs:everything", {"length": 120}),
     "everything in float32": ("tpu_programs:everything", {"length": 120, "dtype": "float32", "broadcast": True}),
+    "from sinks": ("tpu_programs:from_sinks", {"length": 2048, "heads": 1}),
     "all but dropout, in longer tiles": ("tpu_programs:everything", {"length": 2000, "dropout": 0.0}),
 }
 OF_CHIP = {
-    "v5e": ("everything", "all but dropout, in longer tiles"),
+    "v5e": ("everything", "from sinks", "all but dropout, in longer tiles"),
     "7x": ("everything", "everything in float32"),
 }
 RINGS = ("forward", "gradients")

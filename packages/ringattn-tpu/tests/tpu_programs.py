@@ -56,6 +56,13 @@ def block(devices: Sequence[Any], length: int, heads: int) -> Program:
     return _both(_block(devices[0], (1, length, heads, 128), rule, last=last, reach=Reach(causal=True), monotone=True))
 
 
+def from_sinks(devices: Sequence[Any], length: int, heads: int) -> Program:
+    """The forward pass of a causal block in bfloat16 that begins from sinks and returns the largest scores."""
+    rule = Rule(softmax_scale=128**-0.5, causal=True, return_max_logits=True)
+    lse = _on(devices[0])(1, heads, length, dtype=jnp.float32)
+    return KERNEL.forward, (_block(devices[0], (1, length, heads, 128), rule), Partial(None, lse, lse))
+
+
 def serial(devices: Sequence[Any], length: int, heads: int) -> Program:
     """What a ring must not be: the kernel of a hop waits for the keys that the hop brings."""
     mesh = ring_mesh(devices)

@@ -71,12 +71,20 @@ def traced(block):
     return jax.jit(both).trace(block, partial, dout, lse, lse, dq)
 
 
-def reports(block, target, monkeypatch) -> list[Report]:
+def from_sinks(block):
+    """The forward program of a block that begins from sinks, traced anew."""
+    batch, length, heads, _ = block.q.shape
+    lse = shape(batch, heads, length, dtype=jnp.float32)
+    sinks = Partial(None, lse, lse if block.rule.return_max_logits else None)
+    return jax.jit(lambda block, sinks: KERNEL.forward(block, sinks)).trace(block, sinks)
+
+
+def reports(block, target, monkeypatch, trace=traced) -> list[Report]:
     if target in ROCM:
         monkeypatch.setattr(block_kernel, "target", lambda: Target("rocm"))
-        return of_traced(traced(block), target)
+        return of_traced(trace(block), target)
     with compiling_for(target):
-        return of_traced(traced(block), target)
+        return of_traced(trace(block), target)
 
 
 def of_traced(program, target) -> list[Report]:
@@ -106,6 +114,15 @@ def test_every_kernel_fits_its_target_spills_little_and_uses_the_matrix_units(dt
         assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
         if dtype == jnp.bfloat16:
             assert report.matrix == ("" if report.name == TABLE else MATRIX_UNITS.get(target, "mma")), report
+
+
+@pytest.mark.parametrize("max_logits", [False, True])
+@pytest.mark.parametrize("target", (90, "gfx942"))
+def test_the_kernel_for_any_gpu_begins_from_sinks_and_spills_nothing(target, max_logits, monkeypatch):
+    window = block(jnp.bfloat16, 64, causal=True, sliding_window=(127, 0), return_max_logits=max_logits)
+    (report,) = (x for x in reports(alone(window), target, monkeypatch, from_sinks) if x.name != TABLE)
+    runs(report, target)
+    assert report.name == "ringattn_forward" and report.spilled == 0, report
 
 
 def for_hopper(block, fresh, monkeypatch):
@@ -215,12 +232,15 @@ def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch)
         runs(report, target)
 
 
+@pytest.mark.parametrize("as_ranges", [False, True])
 @pytest.mark.parametrize(("kv_heads", "most"), [(HEADS, 8), (HEADS // 2, 128)])
 def test_two_programs_for_the_gradients_of_documents_fit_on_hopper_and_keep_products_in_flight(
-    kv_heads, most, monkeypatch
+    kv_heads, most, as_ranges, monkeypatch
 ):
     """Where heads share keys the kernel of dk and dv spills something around its loops over tiles, not in them."""
-    of_tokens = dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH))
+    of_tokens = {"kv_range": ranges(1, 1, LENGTH)}
+    if not as_ranges:
+        of_tokens = dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH))
     documents = block(jnp.bfloat16, 128, kv_heads=kv_heads, causal=True, **of_tokens)
     held = [report for report in reports(alone(documents), 90, monkeypatch) if report.name in BACKWARD]
     assert len(held) == 2

@@ -64,13 +64,13 @@ def kernels(block: Block, partial: Partial | None = None) -> list[str]:
     return launched(run(block, partial))
 
 
-def computed(block: Block, partial: Partial | None = None) -> Partial:
+def computed(block: Block, partial: Partial | None = None) -> Any:
     """The result of the kernel for Hopper, if it is what is launched."""
     assert kernels(block, partial) == ["ringattn_hopper_forward"]
     return _forward.__wrapped__(block, partial, TARGET)
 
 
-def check(block: Block, case: str, partial: Partial | None = None) -> Partial:
+def check(block: Block, case: str, partial: Partial | None = None) -> Any:
     """The result, if it is that of the XLA backend."""
     got, want = computed(block, partial), ringattn_xla.block.KERNEL.forward(block, partial)
     near(f"{case}: out", got.out, want.out, TOLERANCE[str(block.q.dtype)])
@@ -146,7 +146,7 @@ def test_the_largest_scores_of_continued_blocks_are_exact(option: str) -> None:
     block, partial = half(option, 128, 200, 300, return_max_logits=True), None
     for start, size in ((0, 172), (172, 128)):
         partial = computed(block.tile(0, 200, start, size), partial)
-    assert partial is not None and partial.max_logits is not None
+    assert partial is not None
     want = ringattn_xla.block.KERNEL.forward(block, None)
     near("max_logits", partial.max_logits, want.max_logits, TOLERANCE["float32"])
     near("out", partial.out, want.out, TOLERANCE["bfloat16"])
@@ -244,11 +244,11 @@ def test_the_softmax_begins_from_sinks_and_goes_on_with_the_next_block(dim: int,
         if least is not None:
             near("max_logits", partial.max_logits, want.max_logits, TOLERANCE["float32"])
     unseen = block.kv_index[0, 0] if "causal" in fields else 0
-    assert partial.out is not None and not np.asarray(partial.out[:, :unseen]).any()
+    assert not np.asarray(partial.out[:, :unseen]).any()
     np.testing.assert_allclose(partial.lse[..., :unseen], lse[..., :unseen], rtol=1e-5)
     first = block.tile(0, 200, 128, 136)
     final = computed(dataclasses.replace(first, kv=(first.k, first.v), final=True), Partial(None, lse, least))
-    assert final.out is not None and final.out.dtype == HALF
+    assert final.out.dtype == HALF
 
 
 def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:

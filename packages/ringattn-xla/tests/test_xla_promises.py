@@ -25,6 +25,7 @@ def tiles(length: int) -> dict[str, int]:
 
 def _backward(block: Block, partial: Partial) -> Gradients:
     """The gradients of `sum(out ** 2) / 2` of this block alone."""
+    assert partial.out is not None
     delta = jnp.swapaxes((partial.out * partial.out).sum(-1), 1, 2)
     return KERNEL.backward(block, partial.out.astype(block.q.dtype), partial.lse, delta, jnp.zeros_like(partial.out))
 

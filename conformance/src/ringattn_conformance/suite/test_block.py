@@ -12,15 +12,17 @@ from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract import packing
+from ringattn_core.contract.bits import WORD
 from ringattn_core.contract.features import Feature
-from ringattn_core.contract.protocol import Block, BlockKernel, Gradients
+from ringattn_core.contract.merge import merged
+from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
 from ringattn_core.placement.arrays import axes_with, zero_padding
 from ringattn_core.ring import blocks as ring_blocks
 from ringattn_core.ring import engine
-from ringattn_core.ring.sends import KV
+from ringattn_core.ring.kv import KV
 
 from ringattn_conformance import comparison, tiers
-from ringattn_conformance.cases import CASES, OPERANDS, Case, keywords
+from ringattn_conformance.cases import CASES, DTYPES, OPERANDS, Case, keywords
 from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import static_options
 
@@ -39,8 +41,8 @@ def _kernel(backend: str) -> BlockKernel | None:
     return None if getattr(kernel, "static_masks", False) else kernel
 
 
-def _blocks(case: Case, shards: int) -> list[Block]:
-    """One block for each of `shards` equal parts of the keys, with all queries; made by core's ring engine."""
+def _blocks(case: Case) -> list[Block]:
+    """A block of each half of the keys, with all queries, made by core's ring engine. Bits are cut between words."""
     options, inputs = static_options(case), case.inputs
     config = options.pop("cfg", RingAttentionConfig())
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
@@ -48,10 +50,12 @@ def _blocks(case: Case, shards: int) -> list[Block]:
     arrays = keywords({name: jnp.asarray(x) for name, x in given.items() if x is not None})
     call = validated(**arrays, **options, ranks=1)
     ring = engine.ring_of(None, call, (0, 1))
-    whole = ring_blocks.block_of(ring, call, KV(packing.pack(call.key, call.value)), 0)
+    queries = ring_blocks.queries_of(ring, call)
+    whole = ring_blocks.block_of(ring, call, queries, KV(packing.pack(call.key, call.value)), 0)
     whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
-    size = whole.kv_length // shards
-    return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
+    half = whole.kv_length // SHARDS
+    half = half if whole.bits is None else -(-half // WORD) * WORD
+    return [whole.tile(0, whole.q_length, start, size) for start, size in ((0, half), (half, whole.kv_length - half))]
 
 
 def _forward_and_backward(kernel: BlockKernel, blocks: list[Block], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:
@@ -75,7 +79,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
     inputs, answer = case.inputs, case.answer
-    blocks = _blocks(case, SHARDS)
+    blocks = _blocks(case)
     dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
     dout = zero_padding(jnp.asarray(inputs.dout), blocks[0].q_segments)
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
@@ -89,7 +93,46 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     faults += comparison.against_oracle(got, answer, case)
     if not comparison.half_partials:
         faults += comparison.rounded_to_half(got, answer)
-    comparison.fail_if(faults, comparison.told(case, f"as {SHARDS} blocks of {blocks[0].kv_length} keys"), got)
+    lengths = " and ".join(str(block.kv_length) for block in blocks)
+    comparison.fail_if(faults, comparison.told(case, f"as blocks of {lengths} keys"), got)
+
+
+@tiers.core
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_begins_from_the_log_sum_exp_of_sinks(ringattn_backend: str, dtype: str):
+    """`out=None` has the weight `exp(lse)` and no value: what follows is the merge of it with the result from nothing.
+
+    Of the block that comes first here, the first half of the queries sees no key.
+    """
+    kernel, asked = _kernel(ringattn_backend), supports(ringattn_backend, Feature.MAX_LOGITS)
+    case = Case(f"from-sinks-{dtype}", causal=True, dtype=dtype, max_logits=asked).with_heads_for(ringattn_backend)
+    if kernel is None or not supports(ringattn_backend, *case.needs, Feature.SINKS, Feature.CROSS_LENGTHS):
+        return
+    after, before = _blocks(case)
+    rows = case.batch, case.heads, case.q_length
+    least = jnp.full(rows, -jnp.inf)
+    lse = jnp.linspace(-9.0, 9.0, least.size).at[::5].set(-jnp.inf).reshape(rows)
+    sinks, nothing = (Partial(None, x, least if asked else None) for x in (lse, least))
+
+    @jax.jit
+    def both() -> dict[str, tuple[Partial, Partial]]:
+        alone = [kernel.forward(block, None) for block in (before, after)]
+        first, whole = merged([sinks, alone[0]]), merged([sinks, *alone])
+        begun = kernel.forward(before, sinks)
+        return {
+            "after one block": (begun, first),
+            "after one block, the only one": (kernel.forward(dataclasses.replace(before, final=True), sinks), first),
+            "after two blocks": (kernel.forward(after, begun), whole),
+            "after one block, without weight": (kernel.forward(before, nothing), alone[0]),
+        }
+
+    for where, (got, want) in both().items():
+        found = {name: x for name, x in vars(got).items() if x is not None}
+        faults = []
+        for name, x in found.items():
+            wanted = np.asarray(getattr(want, name))
+            faults += comparison.difference(name, x, wanted, comparison.allowed(name, dtype, wanted, 0.0))
+        comparison.fail_if(faults, comparison.told(case, where), found)
 
 
 @tiers.core
@@ -98,8 +141,8 @@ def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
         return
     case = Case("unseen-block", causal=True).with_heads_for(ringattn_backend)
-    own, unseen = _blocks(case, SHARDS)
-    own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
+    own, unseen = _blocks(case)
+    own, unseen = (block.tile(0, 24, 0, block.kv_length) for block in (own, unseen))
     before = jax.jit(lambda: kernel.forward(own, None))()
     after = jax.jit(lambda: kernel.forward(unseen, before))()
     assert np.array_equal(before.out, after.out)

@@ -11,7 +11,7 @@ from ringattn_core import decode_attention, prefill_attention
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import tiers
+from ringattn_conformance import case_inputs, oracle, tiers
 from ringattn_conformance.cases import ENTRIES, keywords, of_entry
 from ringattn_conformance.outcomes import agrees
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, static_options
@@ -22,26 +22,41 @@ QUERIES: Final = 16
 CASES: Final = {entry["name"]: entry for entry in ENTRIES["cache"]}
 
 
+WHOLE: Final = ("q", "out", "lse", "first", "last")
+"""The arrays with an axis of queries."""
+
+
 class WholeQueries(Placed):
     """A placed case in which the ring splits the keys only: every rank has all queries and the whole result."""
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         split = super().spec(name, shape)
-        return PartitionSpec(*(None if x == RING else x for x in split)) if name in ("q", "out", "lse") else split
+        return PartitionSpec(*(None if x == RING else x for x in split)) if name in WHOLE else split
 
 
 def _placed(name: str, backend: str, tokens: int = QUERIES) -> Placed:
-    """The case of that name, with this number of queries."""
+    """The case of that name, with this number of queries, and ranges at their positions."""
     entry = CASES[name]
     case = dataclasses.replace(of_entry(entry), q_length=tokens)
-    return place(case, Placement(entry["ring"], entry["layout"]), backend)
+    placed = place(case, Placement(entry["ring"], entry["layout"]), backend)
+    if case.ranges is None:
+        return placed
+    at = dataclasses.replace(placed.inputs.problem, q_positions=_positions(tokens))
+    return placed.changed(kv_range=case_inputs.RANGES[case.ranges](*oracle.positions(at), case.batch, case.heads))
+
+
+def _positions(tokens: int) -> np.ndarray:
+    return LENGTHS[:, None] - tokens + np.arange(tokens)
 
 
 def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
-    """Asserts that one rank's call, `local(operands)`, agrees with the oracle on queries at the end of each row."""
-    tokens = placed.case.q_length
-    problem = dataclasses.replace(placed.inputs.problem, q_positions=LENGTHS[:, None] - tokens + np.arange(tokens))
-    agrees(placed, gradients, needs=[Feature.POSITIONS], local=lambda operands, fixed: local(operands), problem=problem)
+    """Asserts that one rank's call, `local(arrays)`, agrees with the oracle on queries at the end of each row."""
+    problem = dataclasses.replace(placed.inputs.problem, q_positions=_positions(placed.case.q_length))
+
+    def whole(operands: Arrays, fixed: Arrays) -> Arrays:
+        return local(operands | fixed)
+
+    agrees(placed, gradients, needs=[Feature.POSITIONS], local=whole, problem=problem)
 
 
 def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> Arrays:
@@ -53,14 +68,14 @@ def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> A
     return placed.by_name(function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options))
 
 
-@tiers.mark(tiers.CORE, "plain")
+@tiers.mark(tiers.CORE, "plain", "ranges")
 @pytest.mark.parametrize("name", CASES)
 def test_an_offset_places_queries_in_a_longer_sequence(ringattn_backend: str, name: str):
     placed = _placed(name, ringattn_backend)
     _agrees(placed, lambda arrays: placed.local(arrays, {}, query_offset=LENGTHS - QUERIES))
 
 
-@tiers.mark(tiers.CORE, "plain")
+@tiers.mark(tiers.CORE, "plain", "ranges")
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str):
     """Prefill with `send="queries"` has no gradients, and runs only for backends with a block kernel."""
@@ -69,7 +84,7 @@ def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str):
         _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="queries"), gradients=False)
 
 
-@tiers.mark(tiers.CORE, "3-plain", "3-everything")
+@tiers.mark(tiers.CORE, "3-plain", "3-everything", "3-ranges")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_decoding_from_a_cache(ringattn_backend: str, tokens: int, name: str):

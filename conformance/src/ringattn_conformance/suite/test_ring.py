@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output, lse and gradients are the oracle's, for options alone and together, over the whole range of their values."""
 
+from typing import Any
+
 import pytest
 from ringattn_core.backends import discovery
 
@@ -8,7 +10,7 @@ from ringattn_conformance import tiers
 from ringattn_conformance.cases import NAMED
 from ringattn_conformance.lattice import Point
 from ringattn_conformance.outcomes import agrees
-from ringattn_conformance.ranks import Placement, place
+from ringattn_conformance.ranks import Arrays, Placement, place
 
 
 def test_outputs_and_gradients_are_those_of_the_oracle(ringattn_backend: str, ringattn_point: Point):
@@ -22,9 +24,34 @@ def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
     agrees(place(NAMED[name], placement, ringattn_backend))
 
 
+STRATEGIES = [("gqa", "all_gather"), ("causal-bfloat16", "ulysses"), ("range-gaps", "all_gather")]
+STRATEGIES += [("range-heads", "ulysses")]
+
+
 @tiers.core
-@pytest.mark.parametrize(("name", "strategy"), [("gqa", "all_gather"), ("causal-bfloat16", "ulysses")])
+@pytest.mark.parametrize(("name", "strategy"), STRATEGIES)
 def test_keys_may_be_gathered_at_once_and_heads_exchanged_for_tokens(ringattn_backend: str, name: str, strategy: str):
     """Block kernels only: core calls a backend's own ring function for no strategy but "ring"."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
         agrees(place(NAMED[name], Placement(2, "zigzag", strategy=strategy), ringattn_backend))
+
+
+MOVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "balance": ("range-heads", {"balance": "zigzag"}),
+    "promise": ("range-gaps", {"max_distance": (16, 13)}),
+    "expand": ("range-gaps", {"value": None, "expand": lambda x, _: x}),
+}
+"""What core does with queries and keys, with a range of its own for each query: a case, and options of its call."""
+
+
+@tiers.core
+@pytest.mark.parametrize("name", MOVED)
+def test_ranges_go_with_their_queries_whatever_core_sends(ringattn_backend: str, name: str):
+    case, options = MOVED[name]
+    placed = place(NAMED[case], Placement(4), ringattn_backend)
+
+    def local(operands: Arrays, fixed: Arrays) -> Arrays:
+        pair = {"key": (operands["k"], operands["v"])} if name == "expand" else {}
+        return placed.local(operands, fixed, **options, **pair)
+
+    agrees(placed, local=local)

@@ -13,7 +13,7 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import comparison, oracle, tiers
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
-from ringattn_conformance.outcomes import agrees, declared, owed
+from ringattn_conformance.outcomes import agrees, declared, owed, supports
 from ringattn_conformance.ranks import RING, Arrays, Local, Placed, Placement, place
 
 CASE, BUSY, SHARED = NAMED["transformed"], NAMED["busy"], NAMED["shared"]
@@ -112,8 +112,11 @@ def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, placement
 
 def _examples(backend: str) -> list[Placed]:
     """Two placed cases that share the sinks and differ in all other arrays and in the seed."""
-    one = place(SHARED, Placement(2), backend)
-    other = place(dataclasses.replace(SHARED, seed=1), Placement(2), backend)
+    case = dataclasses.replace(SHARED, ranges="gaps" if supports(backend, Feature.KEY_RANGE) else None)
+    one = place(case, Placement(2), backend)
+    other = place(dataclasses.replace(case, seed=1), Placement(2), backend)
+    if (ranges := other.inputs.problem.kv_range) is not None:
+        other = other.changed(kv_range=[x[::-1] for x in ranges])
     return [one, other.changed(sinks=one.inputs.problem.sinks, seed=7)]
 
 

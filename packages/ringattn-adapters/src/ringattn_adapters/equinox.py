@@ -16,7 +16,8 @@ from .options import OPTIONS, as_array, checked, drawn, dropout_options, dtype_o
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
 """Options of `ring_attention` that the module sets itself, with the names of Equinox's arguments for them."""
 ARRAYS: Final = (
-    "softmax_aux", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "query_offset", "alibi_slopes",
+    "softmax_aux", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "kv_range", "query_offset",
+    "alibi_slopes",
 )  # fmt: skip
 """The options of `ring_attention` that are arrays. The module's call takes these, its constructor all others."""
 SETTINGS: Final = tuple(name for name in OPTIONS if name not in ARRAYS)

@@ -68,7 +68,7 @@ def dot_product_attention(
     names the axis of query positions. Inside your own `shard_map` use `ring_attention` itself.
     """
     roles = roles_of(query, key, KPos, Key, QPos)
-    refuse_lower_dtype(attention_dtype, query)
+    refuse_other_dtype(attention_dtype, query)
     options = checked(ring, RENAMED) | ({} if precision is None else {"precision": precision})
     with errors_in_terms_of(RENAMED):
         return attend(roles, (query, key, value), _name(Key), mask, bias, options)
@@ -112,8 +112,8 @@ def attend(roles: Roles, arrays: tuple[Any, Any, Any], size: str, mask: Any, bia
     return type(query)(jnp.transpose(out, [order.index(name) for name in wanted]), tuple(axes[name] for name in wanted))
 
 
-def refuse_lower_dtype(attention_dtype: Any, query: Any) -> None:
-    """Refuses a dtype of fewer bits than the query's: scores and softmax are float32 in any case."""
+def refuse_other_dtype(attention_dtype: Any, query: Any) -> None:
+    """Refuses a dtype for scores and softmax other than float32, which they have, and the query's own."""
     wanted = None if attention_dtype is None else jnp.dtype(attention_dtype)
     if wanted not in (None, jnp.float32, query.array.dtype):
         refuse({"attention_dtype": str(wanted)}, "Scores are float32; leave it out, or pass float32")

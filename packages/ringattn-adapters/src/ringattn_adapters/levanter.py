@@ -4,7 +4,7 @@
 import dataclasses
 from typing import Any, Final
 
-from .haliax import RENAMED, Roles, attend, refuse_lower_dtype, roles_of
+from .haliax import RENAMED, Roles, attend, refuse_other_dtype, roles_of
 from .masks import SEGMENT_IDS
 from .options import checked, dropout_options, errors_in_terms_of, refuse
 
@@ -52,7 +52,7 @@ def dot_product_attention(
     refuse(kernel, "Leave it out: it names a kernel of Levanter, and `backend` names one of the ring")
     if logits_soft_cap is not None:
         refuse({"bias": bias}, "Levanter adds a bias before it caps the scores, and a ring after; pass one of the two")
-    refuse_lower_dtype(attention_dtype, query)
+    refuse_other_dtype(attention_dtype, query)
     roles = roles_of(query, key, KPos, Key, QPos)
     options = checked(ring, OF_LEVANTER) | {"logits_soft_cap": logits_soft_cap, "softmax_scale": scaling_factor}
     options |= {} if precision is None else {"precision": precision}

@@ -21,13 +21,14 @@ from ringattn_core.contract.protocol import BIAS_FORBIDS
 from ringattn_core.contract.varying import align
 from ringattn_core.contract.visibility import visible
 from ringattn_core.errors import InputError
+from ringattn_core.masks import Reach
 from ringattn_core.placement import axes
 from ringattn_core.placement.arrays import Roles, broadcasts, letters
 from ringattn_core.placement.layout import LAYOUTS, Shards, pieces
-from ringattn_core.ring.all_gather import with_all_ids
 from ringattn_core.ring.blocks import block_of, queries_of
 from ringattn_core.ring.engine import ring_of
-from ringattn_core.ring.sends import KV
+from ringattn_core.ring.key_ids import with_all_ids
+from ringattn_core.ring.kv import KV
 
 LIKE_A_COUNT: Final = 128
 """A window of a power of two keys, from this one on, looks like a count of keys."""
@@ -90,7 +91,7 @@ class Check:
 
 def watched(call: Call, of_cache: bool) -> Call:
     """The call, to be checked on each rank when the program runs. Warns of a window that looks like a count of keys."""
-    left = (call.sliding_window or (None, None))[0]
+    left = call.reach.left
     if left is not None and left >= LIKE_A_COUNT and not left & (left - 1):
         warn(
             f"sliding_window: {left} lets a query see {left + 1} keys to its left, itself included. If the model's "
@@ -111,7 +112,9 @@ class _Rank:
 
     @classmethod
     def of(cls, call: Call, of_cache: bool) -> "_Rank":
-        roles = Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
+        roles = Roles(
+            call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
+        )
         return cls(call, of_cache, roles, axes.size(roles.sequence))
 
     @property
@@ -149,7 +152,7 @@ class _Rank:
 
     def order(self, length: int, layout: str | None = None) -> np.ndarray:
         """The index of each token in the order of the layout, by default that of the call."""
-        return Shards(layout or self.call.layout, self.ranks).order(length)
+        return Shards(layout or self.call.placement.layout, self.ranks).order(length)
 
 
 def _varied(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -164,7 +167,7 @@ def _of_next(x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Array
 
 def _indices(rank: _Rank) -> Iterator[Finding]:
     """`check_positions` are what the layout and the ring say."""
-    given, layout = rank.call.check_positions, rank.call.layout
+    given, layout = rank.call.check_positions, rank.call.placement.layout
     if given is None:
         return
     given = rank.whole(given)
@@ -207,16 +210,16 @@ def _orders(rank: _Rank) -> Iterator[Finding]:
         number = _layout_of(rank, rank.whole(x), fits)
 
         def error(_: int, number: int, name: str = name) -> InputError:
-            fact = f"its values are in the order of {LAYOUTS[number]!r}, but the call says {call.layout!r}"
+            fact = f"its values are in the order of {LAYOUTS[number]!r}, but the call says {call.placement.layout!r}"
             return InputError(name, fact, _remedy(rank, number))
 
-        wrong = (number != LAYOUTS.index(call.layout)) & (number < len(LAYOUTS))
+        wrong = (number != LAYOUTS.index(call.placement.layout)) & (number < len(LAYOUTS))
         yield Finding((wrong.astype(jnp.int32), number), error)
 
 
 def _remedy(rank: _Rank, number: int) -> str:
     """What to do about tokens in another order than the call's; `number` is as in `_layout_of`."""
-    found, wanted = LAYOUTS[number : number + 1], rank.call.layout
+    found, wanted = LAYOUTS[number : number + 1], rank.call.placement.layout
     if wanted == "contiguous":
         remedy = "Pass every array of tokens in natural order"
     else:
@@ -231,7 +234,7 @@ def _layout_of(rank: _Rank, x: jax.Array, fits: Fits) -> jax.Array:
     """
     length = x.shape[1]
     number = jnp.int32(len(LAYOUTS))
-    for layout in sorted(rank.layouts(length), key=lambda layout: layout == rank.call.layout):
+    for layout in sorted(rank.layouts(length), key=lambda layout: layout == rank.call.placement.layout):
         natural = x[:, np.argsort(rank.order(length, layout))]
         (misfits,) = rank.agreed(~fits(natural, np.arange(length, dtype=np.int32)))
         number = jnp.where(misfits, number, LAYOUTS.index(layout))
@@ -320,10 +323,11 @@ def _room(rank: _Rank) -> Iterator[Finding]:
 def _promise(rank: _Rank) -> Iterator[Finding]:
     """No query sees a key beyond `max_distance`."""
     call = rank.call
-    if call.max_distance is None:
+    promised_reach = call.placement.max_distance
+    if promised_reach == Reach():
         return
-    batch, tokens, promises = *call.query.shape[:2], call.max_distance
-    call = dataclasses.replace(call, balance=None, expand=None, latents=None, expand_params=None)
+    batch, tokens = call.query.shape[:2]
+    call = dataclasses.replace(call, expand=None, latents=None, expand_params=None).placed(balance=None)
     ring = ring_of(None, call, all_gather=True)
     call = with_all_ids(ring, call)
     length = call.key.shape[1] * rank.ranks
@@ -341,7 +345,7 @@ def _promise(rank: _Rank) -> Iterator[Finding]:
         return jnp.where(seen, distance, 0).max(), jnp.where(seen, -distance, 0).max()
 
     sides = jax.lax.map(farthest, jnp.arange(0, tokens, rows, dtype=jnp.int32))
-    for side, promised, x in zip(("left", "right"), promises, sides, strict=True):
+    for side, promised, x in zip(("left", "right"), promised_reach.sides, sides, strict=True):
         if promised is not None:
             yield Finding(rank.agreed(jnp.where(x.max() > promised, x.max(), 0)), _broken(side, promised))
 

@@ -9,11 +9,10 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 from ringattn_core.backends.discovery import on_clear
-from ringattn_core.tuning import cache
-from ringattn_core.tuning.choice import policy
 from ringattn_core.tuning.problem import machine
 
-from . import stored
+from . import stored, tuned_files
+from .policy import policy
 from .work import operations
 
 Rates = tuple[float, float]
@@ -186,7 +185,7 @@ def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
 on_clear.append(_tuned.cache_clear)
 
 
-def _of_entry(entry: cache.Entry) -> Rates | None:
+def _of_entry(entry: tuned_files.Entry) -> Rates | None:
     """The rates of a stored result with its chosen parameters; `None` if one of the two passes was not timed."""
     chosen = {"forward": entry.config.fwd_params.to_dict(), "backward": entry.config.bwd_params.to_dict()}
     seconds = {

@@ -13,10 +13,10 @@ from ringattn_core.contract import packing
 from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
-from ringattn_core.ring.all_gather import with_all_ids
 from ringattn_core.ring.blocks import block_of, queries_of
+from ringattn_core.ring.key_ids import with_all_ids
+from ringattn_core.ring.kv import KV
 from ringattn_core.ring.plan import Hop, Level
-from ringattn_core.ring.sends import KV
 
 
 class Message(NamedTuple):

@@ -15,7 +15,7 @@ from ringattn_core.contract.protocol import Block, BlockKernel, Partial
 from ringattn_core.errors import TuningError
 from ringattn_core.placement.arrays import letters_of
 from ringattn_core.placement.layout import Shards
-from ringattn_core.tuning.problem import UNSEEN, Problem
+from ringattn_core.tuning.problem import Problem
 
 from .engine import blocks_of_last_rank
 
@@ -85,8 +85,6 @@ def _inputs(problem: Problem) -> Call:
             "its problem was not made from a call",
             "Tune a problem that core made, or run ringattn tune",
         )
-    unused = {field.name: field.default for field in dataclasses.fields(Call) if field.name in UNSEEN}
-    call = dataclasses.replace(call, **unused)
     keys = jax.random.split(jax.random.key(0), len(call.arrays))
     made = {name: _array(name, x, problem, key) for (name, x), key in zip(call.arrays.items(), keys, strict=True)}
     return dataclasses.replace(call, **made)
@@ -105,7 +103,9 @@ def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
     call: Any = problem.call
-    tokens = jnp.concatenate([Shards(call.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks])
+    tokens = jnp.concatenate(
+        [Shards(call.placement.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks]
+    )
     document = max(problem.kv_length // DOCUMENTS, 1) if name.endswith("segment_ids") else 1
     return jnp.broadcast_to(tokens // document, (*x.shape[:-1], tokens.size))
 

@@ -2,7 +2,6 @@
 """`ringattn tune` and `ringattn cache`: find and store the fastest configuration for a call, and list stored ones."""
 
 import argparse
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -15,10 +14,9 @@ from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
 from ringattn_core.strategies.run import exchange, strategy_of
-from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 
-from . import call_arguments, search, stored
+from . import call_arguments, search, stored, tuned_files
 from .abstract_call import AbstractCall, trace
 from .output import Bytes, Rows, Title, show
 from .search import Timed, shown
@@ -53,8 +51,8 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
-        run_as = exchange(dataclasses.replace(local, strategy=strategy_of(registration, local)))
-        asked.append((registration, of_call(registration, run_as, size(run_as.axis_name or ()))))
+        run_as = exchange(local.placed(strategy=strategy_of(registration, local)))
+        asked.append((registration, of_call(registration, run_as, size(run_as.placement.axis_name or ()))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]
@@ -66,7 +64,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
         show("", Title(title), *([candidates(timed, best)] if timed else []))
-    kept = None if arguments.dry_run else cache.read(problem)
+    kept = None if arguments.dry_run else tuned_files.read(problem)
     print(f"\nstored in {kept.path}" if kept else "\nnot stored")
     return 0
 
@@ -101,7 +99,7 @@ def candidates(timed: Sequence[Timed], best: FwdParams | BwdParams) -> Rows:
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
-    root = cache.directory()
+    root = tuned_files.directory()
     if root is None:
         print("there is no cache directory for this user")
         return 1
@@ -121,7 +119,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _text(entry: cache.Entry) -> str:
+def _text(entry: tuned_files.Entry) -> str:
     """A stored result as text: its file, the problem that was tuned, and the chosen parameters."""
     problem = dict(entry.problem)
     versions = ", ".join(" ".join(pair) for pair in problem.pop("versions"))

@@ -36,10 +36,9 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _begun(before: Partial) -> list[jax.Array]:
-    """The state of the online softmax for each query: the number `base` that is subtracted from scores, and the sum of
-    `exp(s - base)` over what is in the denominator so far. If asked for, also the largest score.
+    """The state of the online softmax: for each query `base`, the sum of `exp(s - base)`, and maybe the largest score.
 
-    The lse is the first `base`, so that the sum is 1, or 0 if there is nothing in the denominator.
+    `base` begins as the lse. So the sum begins as 1, or as 0 if neither keys nor sinks are in the denominator.
     """
     total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
     return [before.lse, total, *([] if before.max_logits is None else [before.max_logits])]

@@ -28,7 +28,7 @@ from .entry import entry
 from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
 from .options import options_in
 from .shard_map import refuse_sharded
-from .sharding import over_shards, sharded
+from .sharding import call_over_shards, sharded
 from .validation import fitted
 
 Lengths = Int[jax.Array, " B"]
@@ -162,7 +162,7 @@ def prefill_attention(
     of_keys, of_queries = bytes_to_send(call)
     sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
     work = answer
-    if sends_queries and call.axis_name:  # on one device nothing travels
+    if sends_queries and call.placement.axis_name:  # on one device nothing travels
         work, call = _attend, cache.not_differentiable(call)
     if mesh is not None:
         return sharded(call, backend, mesh, None, None, work)
@@ -213,13 +213,15 @@ def _cache_call(variables: dict[str, Any], whole_queries: bool) -> _CacheCall:
     known = as_int32("lengths", variables["lengths"], limits)
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
-    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.axis_name or ())
-    refuse_indivisible("key_cache", room, call.layout, ranks)  # to pad it here would copy the whole cache
+    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.placement.axis_name or ())
+    refuse_indivisible("key_cache", room, call.placement.layout, ranks)  # to pad it here would copy the whole cache
     if mesh is None:
         refuse_different_devices({"query": call.query, "lengths": known})
-        refuse_sharded(call.axis_name or (), {"lengths": known} | ({"query": call.query} if whole_queries else {}))
+        refuse_sharded(
+            call.placement.axis_name or (), {"lengths": known} | ({"query": call.query} if whole_queries else {})
+        )
         if not whole_queries:
-            refuse_indivisible("query", tokens, call.layout, ranks)
+            refuse_indivisible("query", tokens, call.placement.layout, ranks)
     first = jnp.broadcast_to(known, rows) - tokens
     if whole_queries:
         positions = first[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -261,5 +263,5 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
         name: (roles if name in ("key", "value", "kv_positions") else whole).spec(ARRAYS[name], x.shape)
         for name, x in call.arrays.items()
     }
-    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, whole)
+    out, *lse = call_over_shards(_attend, registration, call.placed(**roles.names), mesh, specs, whole)
     return (out, *lse) if lse else out

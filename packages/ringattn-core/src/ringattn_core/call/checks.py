@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from ..contract.call import ARRAYS
 from ..errors import InputError, did_you_mean
 from ..integers import INT32, POSITION, SEED, Limits, as_int32, integers, static, whole
+from ..masks import Reach
 from ..masks.builder import Built, build
 from ..placement import arrays, axes
 from ..strategies import STRATEGIES
@@ -162,6 +163,11 @@ def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None]:
     remedy = "It needs an integer of at least 0, or None"
     left, right = (None if s is None else whole(argument, static(argument, s), 0, math.inf, remedy) for s in sides)
     return tuple(None if s is None or s >= 2 * MOST_POSITION else s for s in (left, right))  # pyright: ignore[reportReturnType]
+
+
+def promise(argument: str, x: Any, sizes: Sizes) -> Reach:
+    """The reach within which the caller promises that every query sees its keys."""
+    return Reach() if x is None else Reach(False, *window(argument, x, sizes))
 
 
 def chunk(argument: str, x: Any, _: Sizes) -> int:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the backend of a validated call, and runs a rank's call on it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,9 @@ import jax.numpy as jnp
 
 from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
-from ..contract.call import Call
+from ..contract.call import Call, is_off
 from ..contract.features import Feature
+from ..contract.signature import PARAMETERS
 from ..errors import InputError
 from ..placement.arrays import zero_padding
 from ..placement.platforms import platform_of
@@ -31,12 +31,12 @@ def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for a rank's call. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = call if call.check is None else call.check(call)
-    call = dataclasses.replace(call, strategy=strategy_of(registration, call))
+    call = call.placed(strategy=strategy_of(registration, call))
     if backend.kernel is None:
-        of_blocks = {"balance": call.balance, "return_max_logits": call.return_max_logits}
-        for name, asked in (of_blocks | {"kv_range": call.kv_first is not None}).items():
-            if asked:
-                fact = f"{asked!r} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
+        for name in ("balance", "return_max_logits", "kv_range"):
+            if not is_off(asked := call.options[name]):
+                said = "a range" if name == "kv_range" else repr(asked)
+                fact = f"{said} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
                 raise InputError(name, fact, "Leave it out, or pass another backend")
         result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))
     else:
@@ -64,7 +64,8 @@ def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
 
     `zero_padding` and `where` serve only to keep cotangents of padding out of that function's backward pass.
     """
-    ids, result = call.q_segment_ids, kernel(**call.options())
+    given = {"query": call.query, "key": call.key, "value": call.value} | call.options
+    ids, result = call.q_segment_ids, kernel(**{wanted.name: given[wanted.name] for wanted in PARAMETERS})
     if ids is None:
         return result
     if not call.return_lse:

@@ -27,9 +27,9 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     check_mesh(call, mesh)
     roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, mesh)
     refuse_indivisible_axes(call, mesh, roles)
-    if call.layout != "contiguous":  # `sharding.prepared` pads contiguous sequences
+    if call.placement.layout != "contiguous":  # `sharding.prepared` pads contiguous sequences
         for argument, x in (("query", call.query), ("key", call.key)):
-            refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
+            refuse_indivisible(argument, x.shape[1], call.placement.layout, ranks_of(mesh, roles.sequence))
     if out_specs is not None:
         _check_out_specs(call, roles, out_specs)
     return roles
@@ -62,10 +62,10 @@ def check_mesh(call: Call, mesh: Any) -> None:
             f"set another mesh, with the axes {_described(context)}. Use one mesh for all of them"
         )
     for argument in AXIS_NAMES:
-        named = getattr(call, argument) or ()
+        named = getattr(call.placement, argument) or ()
         refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():
-            every = {name for other in AXIS_NAMES for name in getattr(call, other) or ()}
+            every = {name for other in AXIS_NAMES for name in getattr(call.placement, other) or ()}
             if mesh == context and (automatic := sorted(every - axes.manual())):
                 raise MeshError(
                     f"{argument}={named!r} is manual in the surrounding shard_map, but the call also names "
@@ -82,13 +82,17 @@ def named_roles(call: Call, mesh: Any) -> Roles:
 
     The usual names are `BATCH_AXES` and `HEAD_AXES`. Warns of mesh axes that split nothing.
     """
-    sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
-    all_named = None not in (call.axis_name, batch, heads)
+    sequence, batch, heads = (
+        call.placement.axis_name or (),
+        call.placement.batch_axis_name,
+        call.placement.head_axis_name,
+    )
+    all_named = None not in (call.placement.axis_name, batch, heads)
     free = [name for name in mesh.axis_names if name not in sequence and name not in axes.manual()]
     batch = tuple(n for n in free if n in BATCH_AXES and n not in (heads or ())) if batch is None else batch
     heads = tuple(n for n in free if n in HEAD_AXES and n not in batch) if heads is None else heads
     idle = [name for name in free if name not in (*batch, *heads)]
-    if call.axis_name is None and idle:
+    if call.placement.axis_name is None and idle:
         raise MeshError(
             f"axis_name is missing. Say which axis of the mesh splits the sequence: one of "
             f"{', '.join(map(repr, idle))}; () means none"
@@ -105,11 +109,11 @@ def named_roles(call: Call, mesh: Any) -> Roles:
 
 def _remedy(call: Call, idle: str) -> str:
     """The arguments with which a call would split something over the `idle` axis of its mesh."""
-    if idle in BATCH_AXES and call.batch_axis_name:
-        return f"batch_axis_name={(*call.batch_axis_name, idle)}"
-    if idle in HEAD_AXES and call.head_axis_name:
-        return f"head_axis_name={(*call.head_axis_name, idle)}"
-    unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call, name) is None]
+    if idle in BATCH_AXES and call.placement.batch_axis_name:
+        return f"batch_axis_name={(*call.placement.batch_axis_name, idle)}"
+    if idle in HEAD_AXES and call.placement.head_axis_name:
+        return f"head_axis_name={(*call.placement.head_axis_name, idle)}"
+    unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call.placement, name) is None]
     return " or ".join(f"{name}={idle!r}" for name in unsaid)
 
 
@@ -129,7 +133,7 @@ def _of_specs(call: Call, in_specs: Any, mesh: Any) -> Roles:
     for number, spec in enumerate(given):
         for names in _entries(f"in_specs[{number}]", spec):
             refuse_unknown_axes(f"in_specs[{number}]", names, mesh)
-    sequence, (batch, tokens, heads, rest) = call.axis_name or (), _entries("in_specs[0]", given[0])
+    sequence, (batch, tokens, heads, rest) = call.placement.axis_name or (), _entries("in_specs[0]", given[0])
     if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
         raise MeshError(
             f"in_specs={in_specs} must split query, key and value alike, axis 1 over axis_name={sequence}, and leave "
@@ -138,7 +142,7 @@ def _of_specs(call: Call, in_specs: Any, mesh: Any) -> Roles:
     if len({*batch, *tokens, *heads}) < len(batch) + len(tokens) + len(heads):
         raise MeshError(f"in_specs={in_specs} name a mesh axis twice. Each mesh axis splits one axis of the arrays")
     for argument, found in (("batch_axis_name", batch), ("head_axis_name", heads)):
-        named = getattr(call, argument)
+        named = getattr(call.placement, argument)
         if named is not None and named != found:
             raise MeshError(f"{argument}={named} disagrees with in_specs[0]={given[0]}. Pass only one")
     return Roles(batch, tokens, heads)

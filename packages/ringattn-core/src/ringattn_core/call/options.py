@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..config import BwdParams, FwdParams
-from ..contract.call import Call, is_off
+from ..contract.call import DEFAULTS, Call, is_off
 from ..contract.features import Feature
 from ..placement import layout
 from . import checks
@@ -58,7 +58,7 @@ OPTIONS: Final = (
     Option("precision", checks.precision, Feature.PRECISION),
     Option("return_lse", checks.flag, Feature.RETURN_LSE),
     Option("strategy", checks.strategy),
-    Option("max_distance", checks.window),
+    Option("max_distance", checks.promise),
     Option("balance", checks.balance),
     Option("return_max_logits", checks.flag, feature=Feature.MAX_LOGITS),
     Option("check_positions", checks.positions),
@@ -69,17 +69,16 @@ _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 def needs(call: Call) -> frozenset[Feature]:
     """The features that a backend must support to run this call. `GRADIENTS` is never among them."""
     heads, dim = call.query.shape[2:]
-    gathers = call.strategy == "all_gather"  # blocks then have the keys of all ranks, and the queries of one
+    gathers = call.placement.strategy == "all_gather"  # blocks then have the keys of all ranks, and the queries of one
     of_operands = {
         Feature.GROUPED_HEADS: call.key.shape[2] != heads,
         Feature.UNEQUAL_VALUE_DIM: call.value.shape[3] != dim,
         Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1] or gathers,
     }
     found = {Feature[call.query.dtype.name.upper()], *(feature for feature, asked in of_operands.items() if asked)}
-    used = {row.name for row in OPTIONS if row.name != "kv_range" and not is_off(getattr(call, row.name))}
-    used |= {"kv_range"} if call.kv_first is not None else set()
+    used = {name for name, x in call.options.items() if not is_off(x)}
     found |= {row.feature for row in OPTIONS if row.feature is not None and row.name in used}
-    layout = call.balance or call.layout
+    layout = call.placement.balance or call.placement.layout
     return frozenset(found | ({_LAYOUTS[layout]} if layout in _LAYOUTS else set()))
 
 
@@ -92,7 +91,7 @@ def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The options in `given`, each checked and in canonical form; the scale too, with its default from `sizes`."""
     checked = {option.name: option.check for option in OPTIONS}
     return {
-        name: None if value is None and getattr(Call, name, ...) is None else checked[name](name, value, sizes)
+        name: None if value is None and DEFAULTS.get(name) is None else checked[name](name, value, sizes)
         for name, value in {"softmax_scale": None, **given}.items()
     }
 

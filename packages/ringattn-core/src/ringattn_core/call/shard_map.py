@@ -59,12 +59,14 @@ def refuse_unnamed_axes(call: Call, around: bool = False) -> None:
     differ between heads need the other names. Under `check_vma=False` JAX does not say over which axes arrays vary;
     then any axis counts.
     """
-    unsaid = [name for name in AXIS_NAMES if getattr(call, name) is None and not (around and name == "axis_name")]
-    indexed = call.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1)
-    if not unsaid or ((around or call.axis_name == ()) and not indexed):
+    unsaid = [
+        name for name in AXIS_NAMES if getattr(call.placement, name) is None and not (around and name == "axis_name")
+    ]
+    indexed = call.rule.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1)
+    if not unsaid or ((around or call.placement.axis_name == ()) and not indexed):
         return
     split = axes_of(call.query, call.key, call.value) if axes.tracked() else axes.manual()
-    named = {name for argument in AXIS_NAMES for name in getattr(call, argument) or ()}
+    named = {name for argument in AXIS_NAMES for name in getattr(call.placement, argument) or ()}
     over = tuple(name for name in sorted(split - named) if jax.lax.axis_size(name) > 1)
     if over:
         local = ", and axis_name=() that attention is local" if "axis_name" in unsaid else ""

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -20,7 +19,7 @@ from ..errors import InputError, RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import pieces
-from ..placement.mesh import of_context, over_explicit, ranks_of
+from ..placement.mesh import of_context, over_explicit, placed, ranks_of
 from ..tuning import choice
 from .dispatch import answer, chosen
 from .mesh_roles import roles_of
@@ -50,7 +49,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, 
             lengths = " and ".join(str(x) for x in dict.fromkeys((length, given.key.shape[1])))
             error.add_note(f"Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not {lengths}.")
         raise
-    out, *others = over_shards(work, registration, call, mesh, specs(call, roles), roles)
+    out, *others = call_over_shards(work, registration, call, mesh, specs(call, roles), roles)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
         kinds = zip((out, *others), call.results.values(), strict=True)
@@ -77,7 +76,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         fact = f"gives all heads, but the mesh axes {roles.heads} split them"
         remedy = "Call inside your own jax.shard_map that splits expand_params over them, or pass head_axis_name=()"
         raise InputError("expand", fact, remedy)
-    chunks = ranks * pieces(call.balance or call.layout)
+    chunks = ranks * pieces(call.placement.balance or call.placement.layout)
     more = (-call.query.shape[1] % chunks, -call.key.shape[1] % chunks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
     if more != (0, 0) or copies > 1:
@@ -85,22 +84,22 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         call = _padded(dataclasses.replace(call, **_each(over_explicit, call, mesh, specs(call, whole))), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
-    return dataclasses.replace(call.with_shared_gradients(roles), **roles.names), roles
+    return call.with_shared_gradients(roles).placed(**roles.names), roles
 
 
-def over_shards(
+def call_over_shards(
     work: Work, registration: Registration, call: Call, mesh: Any, split: dict[str, P], roles: Roles
 ) -> tuple[jax.Array, ...]:
     """Runs `work` on each shard of global arrays. Returns the results that the call asks for (`call.results`).
 
     `split` has the specs of the input arrays by name; `roles` gives the specs of the results.
     """
-    placed, options = _each(_placed, call, mesh, split), dataclasses.replace(call, **dict.fromkeys(split))
+    shards, options = _each(placed, call, mesh, split), dataclasses.replace(call, **dict.fromkeys(split))
     out_specs = tuple(roles.spec(kind) for kind in call.results.values())
     program = Program(
         work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name)
     )
-    return _run(program, placed)
+    return _run(program, shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +125,16 @@ class Program:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(program: Program, placed: Arrays) -> tuple[jax.Array, ...]:
+def _run(program: Program, shards: Arrays) -> tuple[jax.Array, ...]:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
     mesh, in_specs, out_specs = program.mesh, dict(program.in_specs), program.out_specs
     if axes.tracked():
-        return within_tracked(program.of_rank, mesh, in_specs, out_specs)(placed)
+        return within_tracked(program.of_rank, mesh, in_specs, out_specs)(shards)
     # check_vma=False: Triton and Pallas kernels do not declare over which axes results vary.
     free = set(mesh.axis_names) - axes.manual()
     return jax.shard_map(
         program.of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
-    )(placed)
+    )(shards)
 
 
 def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
@@ -151,34 +150,13 @@ def _each(place: Callable[..., jax.Array], call: Call, mesh: Any, split: dict[st
     }
 
 
-def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """Shards the array over the mesh as the spec says; unchanged for an abstract mesh without explicit axes."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return _put(x, mesh, spec) if isinstance(mesh, Mesh) else x
-    return over_explicit(x, mesh, spec)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to the batch.
-
-    `benchmarks/upstream/device_put_in_vmap.py` shows it.
-    """
-    put = jax.custom_batching.custom_vmap(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
-    put.def_vmap(lambda size, batched, x: (_put(x, mesh, P(None, *spec)), True))
-    return put(x)
-
-
-_put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec, _, dx: (dx,))
-
-
 def _padded(call: Call, queries: int, keys: int) -> Call:
     """Adds `queries` and `keys` padding tokens. `sharded` removes padding queries from the result.
 
     If there are padding keys, padding tokens get negative segment ids, so that no query sees them. With
     `return_max_logits`, padding queries get them in any case, so that their scores do not count.
     """
-    if (keys or (queries and call.return_max_logits)) and call.q_segment_ids is None:
+    if (keys or (queries and call.rule.return_max_logits)) and call.q_segment_ids is None:
         ids = {
             f"{side}_segment_ids": jnp.zeros(x.shape[:2], jnp.int32)
             for side, x in (("q", call.query), ("kv", call.key))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the arguments of a call fit together, and makes the call in canonical form."""
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,6 +11,7 @@ import numpy as np
 from ..backends.discovery import tool
 from ..contract.call import Call
 from ..errors import InputError
+from ..masks import Reach
 from ..placement import arrays, axes
 from ..placement import layout as layouts
 from ..placement.platforms import refuse_different_devices
@@ -32,11 +32,15 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     call, sizes = fitted({"query": query, "key": key, "value": value}, given, ranks)
     if ranks is not None:
         return call
-    layout, said_by = (call.balance, "balance") if call.balance else (call.layout, "layout")
+    layout, said_by = (
+        (call.placement.balance, "balance") if call.placement.balance else (call.placement.layout, "layout")
+    )
     for name, length in zip(("query", "key"), sizes.lengths, strict=True):
         layouts.refuse_indivisible(name, length, layout, sizes.lengths[0] // call.query.shape[1], said_by)
-    roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
-    return dataclasses.replace(call.with_shared_gradients(roles), axis_name=call.axis_name or None)
+    roles = arrays.Roles(
+        call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
+    )
+    return call.with_shared_gradients(roles).placed(axis_name=call.placement.axis_name or None)
 
 
 def fitted(
@@ -63,18 +67,18 @@ def fitted(
         )
     if not dropout:
         options["dropout_seed"] = None
-    if (kv_range := options.pop("kv_range", None)) is not None:
-        options["kv_first"], options["kv_last"] = kv_range
-    call = Call(query=q, key=k, value=v, **options)
+    call = Call.of(q, k, v, options)
     _refuse_broken_promise(call, sizes.lengths)
-    if call.balance is not None and call.layout != "contiguous":
-        fact = f"{call.balance!r} is for arrays in contiguous order, but layout={call.layout!r}"
+    if call.placement.balance is not None and call.placement.layout != "contiguous":
+        fact = f"{call.placement.balance!r} is for arrays in contiguous order, but layout={call.placement.layout!r}"
         raise InputError("balance", fact, "Leave balance out: the work is balanced in that layout")
     if ranks is None:
         refuse_different_devices(
             found | {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
         )
-        refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
+        refuse_replicated(
+            call.placement.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")}
+        )
         refuse_unnamed_axes(call)
     return checks.watched(call, of_cache="key_cache" in operands) if checks else call, sizes
 
@@ -172,13 +176,14 @@ def _refuse_broken_promise(call: Call, lengths: tuple[int, int]) -> None:
     Queries after the last key are left out, as if there were none.
     """
     hidden = any(name in call.arrays for name in ("q_segment_ids", "kv_first", "attention_mask", "bias"))
-    if call.max_distance is None or hidden or call.mask_builder is not None or not call.natural:
+    if call.placement.max_distance == Reach() or hidden or call.mask_builder is not None or not call.natural:
         return
     last, positions = lengths[1] - 1, np.arange(min(lengths), dtype=np.int32)
     low, high = call.reach.bounds(positions)
     left = positions - (0 if low is None else low.clip(min=0))
     right = (last if high is None else high.clip(max=last)) - positions
-    for side, promised, sees in zip(("left", "right"), call.max_distance, (left.max(), right.max()), strict=True):
+    promises = call.placement.max_distance.sides
+    for side, promised, sees in zip(("left", "right"), promises, (left.max(), right.max()), strict=True):
         if promised is not None and sees > promised:
             raise InputError(
                 "max_distance",

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Int32, UInt32
 from ..masks import Coordinates, Mask
 
 WORD: Final = 32
-"""The number of keys of a word: key `j` has bit `j % WORD` of word `j // WORD`."""
+"""The number of keys of a word. Key `j` has bit `j % WORD` of word `j // WORD`."""
 PAIRS_AT_ONCE: Final = 2**28
-"""For how many pairs of a query and a key a mask is evaluated at a time: XLA might not fuse it with the packing."""
+"""A mask is evaluated for so many pairs of a query and a key at a time, as XLA might not fuse it with the packing."""
 
 
 def of_masks(

@@ -2,19 +2,35 @@
 """A call in canonical form: validation makes it, and backends read it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
-from ..config import BwdParams, FwdParams
 from ..masks import Interval, Reach
 from ..masks.builder import Built
 from ..placement import arrays
 from .expansion import Expansion
 from .rule import Rule
-from .signature import OF_CORE
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which mesh axes split the arrays of a call, in which order its tokens are, and how ranks share them.
+
+    No kernel sees it. The fields are the arguments of `ring_attention` with the same names. For `batch_axis_name` and
+    `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the axis. With `balance` and layout
+    "zigzag", shards are folded (`Shards.folded`). `max_distance` bounds indices in the sequence, not positions.
+    """
+
+    axis_name: tuple[str, ...] | None = None
+    batch_axis_name: tuple[str, ...] | None = None
+    head_axis_name: tuple[str, ...] | None = None
+    layout: str = "contiguous"
+    balance: str | None = None
+    strategy: str = "ring"
+    max_distance: Reach = Reach()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +39,13 @@ class Call:
 
     A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
-    The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
-    `cfg`. Sinks have a row for each head, windows and distances are pairs, axis names are tuples, segment ids come in
-    pairs or not at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis
-    splits the axis. With `balance` and layout "zigzag", shards are folded (`Shards.folded`). `wide`, which is no
-    argument, names arrays that were converted to float32 so that their gradients are summed in float32. Kernels get
-    these arrays in the dtype of the queries (`narrowed`). `check` is what `RINGATTN_CHECK=1` does with the call of each
-    rank: it returns the same call, without `check` and `check_positions`.
+    The arrays are the arguments of `ring_attention` with the same names; `kv_first` and `kv_last` are the two of
+    `kv_range`, `[b, n, T]`. Sinks have a row for each head, and segment ids come in pairs or not at all. `rule`,
+    `reach` and `placement` hold all other options, and `mask_builder` the masks that the caller's function made.
+
+    `wide`, which is no argument, names arrays that were converted to float32 so that their gradients are summed in
+    float32. Kernels get these arrays in the dtype of the queries (`narrowed`). `check` is what `RINGATTN_CHECK=1` does
+    with the call of each rank: it returns the same call, without `check` and `check_positions`.
 
     With `expand`, the arrays in `latents` travel, and a rank computes keys and values from them on arrival. `key` and
     `value` then serve for their shapes only, and under `jax.jit` XLA does not compute them.
@@ -38,44 +54,58 @@ class Call:
     query: arrays.Query
     key: arrays.Key
     value: arrays.Value
-    softmax_scale: float
+    rule: Rule
+    reach: Reach = Reach()
+    placement: Placement = Placement()
     q_segment_ids: arrays.QueryIds | None = None
     kv_segment_ids: arrays.KeyIds | None = None
-    softmax_aux: arrays.Sinks | None = None
-    bias: arrays.Bias | None = None
-    mask_builder: Built | None = None
-    sliding_window: tuple[int | None, int | None] | None = None
-    chunk_size: int | None = None
-    causal: bool = False
-    logits_soft_cap: float | None = None
-    axis_name: tuple[str, ...] | None = None
-    fwd_params: FwdParams = FwdParams()
-    bwd_params: BwdParams = BwdParams()
-    fused_backward: bool = False
-    attention_mask: arrays.DenseMask | None = None
     q_positions: arrays.QueryPositions | None = None
     kv_positions: arrays.KeyPositions | None = None
+    query_offset: arrays.QueryOffset | None = None
     kv_first: arrays.KeyRange | None = None
     kv_last: arrays.KeyRange | None = None
-    query_offset: arrays.QueryOffset | None = None
+    mask_builder: Built | None = None
+    attention_mask: arrays.DenseMask | None = None
+    bias: arrays.Bias | None = None
     alibi_slopes: arrays.PerHead | None = None
-    dropout_prob: float = 0.0
+    softmax_aux: arrays.Sinks | None = None
     dropout_seed: arrays.Seed | None = None
-    batch_axis_name: tuple[str, ...] | None = None
-    head_axis_name: tuple[str, ...] | None = None
-    layout: str = "contiguous"
-    precision: str | None = None
     return_lse: bool = False
-    strategy: str = "ring"
-    max_distance: tuple[int | None, int | None] | None = None
-    balance: str | None = None
-    return_max_logits: bool = False
     wide: tuple[str, ...] = ()
     check_positions: arrays.QueryPositions | None = None
     check: Callable[["Call"], "Call"] | None = None
     expand: Expansion | None = None
     latents: list[jax.Array] | None = None
     expand_params: list[jax.Array] | None = None
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array, options: Mapping[str, Any]) -> "Call":
+        """The call with these options, by the names of `ring_attention` and in canonical form."""
+        given = dict(options)
+        causal, window, chunk = (given.pop(name, default) for name, default in REACH.items())
+        left, right = window or (None, None)
+        first, last = given.pop("kv_range", None) or (None, None)
+        rule, placement = Rule(**_popped(given, Rule)), Placement(**_popped(given, Placement))
+        reach = Reach(causal, left, right, chunk)
+        return cls(query, key, value, rule, reach, placement, kv_first=first, kv_last=last, **given)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the call by the names of `ring_attention`: what `of` takes."""
+        window = (self.reach.left, self.reach.right)
+        reach = (self.reach.causal, None if window == (None, None) else window, self.reach.chunk)
+        kv_range = None if self.kv_first is None else (self.kv_first, self.kv_last)
+        own = {name: getattr(self, name) for name in _OWN_OPTIONS}
+        given = dict(zip(REACH, reach, strict=True)) | {"kv_range": kv_range}
+        return own | vars(self.rule) | vars(self.placement) | given
+
+    def placed(self, **fields: Any) -> "Call":
+        """The call with these fields of its placement."""
+        return dataclasses.replace(self, placement=dataclasses.replace(self.placement, **fields))
+
+    def ruled(self, **fields: Any) -> "Call":
+        """The call with these fields of its rule."""
+        return dataclasses.replace(self, rule=dataclasses.replace(self.rule, **fields))
 
     def widened(self, **arrays: jax.Array) -> "Call":
         """The call with these float32 `arrays`, whose gradients are float32 too.
@@ -129,29 +159,9 @@ class Call:
     @property
     def results(self) -> dict[str, Any]:
         """The array types of the results that the caller asks for, by name and in order."""
-        asked = {"lse": self.return_lse, "max_logits": self.return_max_logits}
+        asked = {"lse": self.return_lse, "max_logits": self.rule.return_max_logits}
         kinds = {"lse": arrays.LogSumExp, "max_logits": arrays.PerHead}
         return {"out": arrays.Output} | {name: kind for name, kind in kinds.items() if asked[name]}
-
-    def options(self) -> dict[str, Any]:
-        """The call as keyword arguments of a backend's own ring function (`RingKernel`)."""
-        names = [field.name for field in dataclasses.fields(self)]
-        left_out = (*OF_CORE, *INTERNAL, "kv_first", "kv_last")
-        return {name: getattr(self, name) for name in names if name not in left_out}
-
-    @property
-    def rule(self) -> Rule:
-        """What one score of the call is; every `Block` of the call has it."""
-        return Rule(
-            softmax_scale=self.softmax_scale,
-            logits_soft_cap=self.logits_soft_cap,
-            dropout_prob=self.dropout_prob,
-            precision=self.precision,
-            fused_backward=self.fused_backward,
-            fwd_params=self.fwd_params,
-            bwd_params=self.bwd_params,
-            return_max_logits=self.return_max_logits,
-        )
 
     @property
     def built(self) -> Built:
@@ -162,11 +172,6 @@ class Call:
     def kv_range(self) -> Interval:
         """The caller's own bounds of the key positions that each query sees."""
         return Interval(self.kv_first, self.kv_last)
-
-    @property
-    def reach(self) -> Reach:
-        """What causality, window and chunk let a query see by position."""
-        return Reach(self.causal, *(self.sliding_window or (None, None)), self.chunk_size)
 
     @property
     def natural(self) -> bool:
@@ -180,8 +185,13 @@ class Call:
         Positions of the caller's own, or with a `query_offset`, say nothing about indices; `max_distance` is then the
         only bound.
         """
-        promised = Reach(False, *(self.max_distance or (None, None)))
+        promised = self.placement.max_distance
         return promised & self.reach & self.built.reach if self.natural else promised
+
+
+def _popped(options: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Takes the options that are fields of a dataclass out of `options`."""
+    return {field.name: options.pop(field.name) for field in dataclasses.fields(kind) if field.name in options}
 
 
 def is_off(option: Any) -> bool:
@@ -191,8 +201,17 @@ def is_off(option: Any) -> bool:
 
 ARRAYS: Final = arrays.types_of(Call)
 """The type of every array of a call, with its axis letters, by name. (`latents` and `expand_params` are lists.)"""
-INTERNAL: Final = ("wide", "expand", "latents", "expand_params", "check_positions", "check")
-"""The fields of a call that are no arguments of a backend's own ring function."""
+REACH: Final[Mapping[str, Any]] = {"causal": False, "sliding_window": None, "chunk_size": None}
+"""The options that `Call.reach` holds, with their defaults."""
+_OWN_OPTIONS: Final = (
+    *(name for name in ARRAYS if name not in ("query", "key", "value", "kv_first", "kv_last")),
+    "mask_builder",
+    "return_lse",
+)
+DEFAULTS: Final[Mapping[str, Any]] = {
+    field.name: field.default for kind in (Call, Rule, Placement) for field in dataclasses.fields(kind)
+} | REACH
+"""The default of every option in a canonical call."""
 _DATA = [*ARRAYS, "latents", "expand_params"]
 _STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in _DATA]
 jax.tree_util.register_dataclass(Call, data_fields=_DATA, meta_fields=_STATIC)

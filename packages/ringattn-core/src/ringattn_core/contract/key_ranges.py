@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call for a whole block: the first and the last key that each query sees, as indices of the keys of the call."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
@@ -8,6 +10,7 @@ from jaxtyping import Array, Int32
 from ..masks import Reach
 from .protocol import Block
 from .static_masks import WHOLE, Part, Piece
+from .varying import align, axes_of
 
 
 def ranged(block: Block) -> Piece:
@@ -27,8 +30,9 @@ def ranged(block: Block) -> Piece:
     if block.q_segments is not None and block.kv_segments is not None:
         ids, order = jax.lax.sort((block.kv_segments, _numbers(block.kv_segments)), num_keys=1)
         q_ids, keys = block.q_segments[:, None], _ordered(order)
-        first = jnp.where(q_ids < 0, length, _below(ids, order, q_ids, first))
-        last = _below(ids, order, q_ids, last + 1) - 1
+        ends = jnp.concatenate(jnp.broadcast_arrays(first, last + 1), 2)  # one search for both
+        first, last = jnp.split(_below(ids, order, jnp.tile(q_ids, (1, 1, 2)), ends), 2, 2)
+        first, last = jnp.where(q_ids < 0, length, first), last - 1
     first, last = jnp.broadcast_arrays(first.clip(0, length), last.clip(-1, length - 1))
     nothing, causal = first > last, _is_causal(block)
     all_see = causal or (block.first is None and block.last is None and block.q_segments is None)
@@ -51,18 +55,19 @@ def _below(
 ) -> Int32[Array, "B n T"]:
     """How many of the pairs `(ids, order)`, which are sorted, are below each pair `(q_ids, index)`.
 
-    A binary search without branches: the count grows by powers of two, largest first, as long as the pair before the
-    new count is below.
+    A binary search: the count grows by powers of two, largest first, while the last pair that it counts is below.
     """
-    q_ids, index = jnp.broadcast_arrays(q_ids, index)
-    count, step = jnp.zeros_like(index), 1 << (ids.shape[1].bit_length() - 1)
-    while step:
-        at = count + (step - 1)
-        id_there, index_there = (_entries(x, at.clip(max=ids.shape[1] - 1)) for x in (ids, order))
+    length = ids.shape[1]
+    bits = length.bit_length()
+    q_ids, index = align(tuple(jnp.broadcast_arrays(q_ids, index)), axes_of(ids, order, q_ids, index))
+
+    def grown(number: Any, count: jax.Array) -> jax.Array:
+        larger = count + (1 << (bits - 1 - number))
+        id_there, index_there = (_entries(x, larger - 1) for x in (ids, order))
         below = (id_there < q_ids) | ((id_there == q_ids) & (index_there < index))
-        count = jnp.where(below & (at < ids.shape[1]), count + step, count)
-        step //= 2
-    return count
+        return jnp.where(below & (larger <= length), larger, count)
+
+    return jax.lax.fori_loop(0, bits, grown, jnp.zeros_like(index))
 
 
 def _ordered(order: Int32[Array, "B S"]) -> Part:

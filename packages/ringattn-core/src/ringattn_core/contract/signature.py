@@ -16,8 +16,8 @@ class RingKernel(Protocol):
     """Exact attention of one rank's queries to the keys of all ranks of a ring.
 
     A backend may bring such a function in place of a `BlockKernel`: it then drives the ring itself. Core passes
-    every argument by keyword, except those in `OF_CORE`; every value has the one form that `Call` describes. The
-    function of `per_shard` has this signature too, and takes every form of a value that `ring_attention` takes.
+    every argument by keyword, and every value has the one form that `Call` describes. The function of `per_shard` takes
+    these arguments too, in every form that `ring_attention` takes, and the options that only core can act on.
 
     `axis_name=None` means one device and no ring; a tuple of names is one ring over the product of these axes. With
     `return_lse=True` the result is `(out, lse)`. Names, order and defaults up to `fused_backward` never change.
@@ -55,26 +55,18 @@ class RingKernel(Protocol):
         layout: str = "contiguous",
         precision: str | jax.lax.Precision | None = None,
         return_lse: bool = False,
-        strategy: str = "ring",
-        max_distance: int | tuple[int | None, int | None] | None = None,
-        balance: str | None = None,
-        return_max_logits: bool = False,
-        kv_range: tuple[Any, Any] | None = None,
     ) -> Any: ...
 
 
-OF_CORE: Final = ("strategy", "max_distance", "balance", "return_max_logits", "kv_range")
-"""Parameters that a backend's own ring function does not get. Core acts on them, or refuses what only a block kernel
-can do."""
+PARAMETERS: Final = tuple(inspect.signature(RingKernel.__call__).parameters.values())[1:]
+"""The parameters of a backend's own ring function."""
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:
     """The first parameter of `RingKernel` that `function` lacks, or has with another default, in words, or `None`."""
     given = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
-    for wanted in list(inspect.signature(RingKernel.__call__).parameters.values())[1:]:
-        if wanted.name in OF_CORE:
-            continue
+    for wanted in PARAMETERS:
         have = given.get(wanted.name)
         if have is None and not takes_any:
             return f"a ring function needs the parameter {wanted.name!r}, or **options"

@@ -97,7 +97,7 @@ class Mask:
 
     @property
     def reach(self) -> Reach:
-        """What the mask allows by differences of positions: a set that contains the mask."""
+        """A set of pairs that contains the mask; a ring leaves out hops beyond it."""
         return Reach()
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a mesh whose rings connect neighbouring devices; finds the mesh of arrays, and shards arrays over it."""
+"""Builds a mesh whose rings connect neighbouring devices; finds the mesh of arrays, and splits arrays over it."""
 
+import functools
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,3 +126,42 @@ def over_explicit(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
     kept = [tuple(name for name in axes.names(entry) if name in explicit) or None for entry in spec]
     around = jax.sharding.get_abstract_mesh()  # JAX 0.10.0 cannot enter a mesh again while it traces
     return jax.sharding.reshard(x, NamedSharding(around if around == mesh.abstract_mesh else mesh, P(*kept)))
+
+
+def placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """Shards the array over all axes of the mesh as the spec says.
+
+    `x` stays as it is if the mesh is abstract and has no explicit axes.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return _put(x, mesh, spec) if isinstance(mesh, Mesh) else x
+    return over_explicit(x, mesh, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to the batch.
+
+    `benchmarks/upstream/device_put_in_vmap.py` shows it.
+    """
+    put = jax.custom_batching.custom_vmap(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
+    put.def_vmap(lambda size, batched, x: (_put(x, mesh, P(None, *spec)), True))
+    return put(x)
+
+
+_put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec, _, dx: (dx,))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def over_shards(
+    work: Callable[..., Any], options: tuple[Any, ...], mesh: Any, specs: tuple[P, ...], *arrays: jax.Array
+) -> Any:
+    """`work(*options, *arrays)` on each rank's shards, over the mesh axes that the specs name.
+
+    Its results are split like the first array. `work` and `options` are hashable: equal calls compile once.
+    """
+    manual = {name for entry in specs[0] for name in axes.names(entry)} - axes.manual()
+    # JAX cannot shard residuals of a `shard_map` inside another one (benchmarks/upstream/nested_shard_map.py). A
+    # checkpoint makes the arguments the residuals.
+    local = jax.checkpoint(functools.partial(work, *options))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)

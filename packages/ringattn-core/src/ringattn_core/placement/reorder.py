@@ -15,7 +15,7 @@ from ..integers import whole
 from . import axes
 from .arrays import as_array
 from .layout import Shards, canonical, refuse_indivisible
-from .mesh import of_context, ranks_of, sharding_of
+from .mesh import of_arrays, of_context, over_shards, ranks_of, sharding_of
 
 
 def to_layout(
@@ -83,18 +83,13 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, ax
     index = np.argsort(index, kind="stable") if inverse else index
     if isinstance(x, np.ndarray):
         return np.take(x, index, axis)
-    mesh, spec = _sharding_of(x, axis, mesh, over)
+    mesh, spec = _mesh_and_spec(x, axis, mesh, over)
     over, length = axes.names(spec[axis]), x.shape[axis] // ring_size
     split = over and ranks_of(mesh, over) == ring_size
     if not split or (layout == "striped" and length % ring_size):
         return _taken(x, index, axis, mesh, spec)
     exchange = _zigzag if layout == "zigzag" else _striped
-
-    def local(x: jax.Array) -> jax.Array:
-        return exchange(x, over, ring_size, axis, inverse)
-
-    named = {name for entry in spec for name in axes.names(entry)} - axes.manual()
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=named))(x)
+    return over_shards(exchange, (over, ring_size, axis, inverse), mesh, (P(*spec),), x)
 
 
 def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[str, ...]]:
@@ -102,6 +97,7 @@ def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[st
     over = axes.names(axis_name)
     if mesh is None and not over:
         return None, ()
+    mesh = of_arrays(mesh, over, (x,))
     mesh = of_context(jax.sharding.get_abstract_mesh() if mesh is None else mesh, x)
     known = [name for name in mesh.axis_names if name not in axes.manual()]
     if not over or not {*over} <= {*known}:
@@ -110,7 +106,7 @@ def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[st
     return mesh, over
 
 
-def _sharding_of(x: jax.Array, axis: int, mesh: Any, over: tuple[str, ...]) -> tuple[Any, list[Any]]:
+def _mesh_and_spec(x: jax.Array, axis: int, mesh: Any, over: tuple[str, ...]) -> tuple[Any, list[Any]]:
     """The mesh and the spec of an array, with the axes `over` of `mesh` for its `axis` if they are automatic."""
     known = sharding_of(x)
     spec = [*known.spec] if isinstance(known, NamedSharding) else []
@@ -132,7 +128,7 @@ def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: list[Any
     return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), split)
 
 
-def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
+def _zigzag(over: tuple[str, ...], ranks: int, axis: int, inverse: bool, x: jax.Array) -> jax.Array:
     """Each rank sends both halves of its shard. Rank r has halves 2r and 2r+1 in natural order, r and 2R-1-r in zigzag.
 
     One permute sends the half with the even number of every rank, another the half with the odd number. In zigzag
@@ -153,7 +149,7 @@ def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse:
     return jnp.concatenate(moved if inverse else swapped(*moved), axis)
 
 
-def _striped(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
+def _striped(over: tuple[str, ...], ranks: int, axis: int, inverse: bool, x: jax.Array) -> jax.Array:
     """Each rank sends token i of its natural shard to rank i % R, which is right only if R divides the shard length."""
     shape = (*x.shape[:axis], *((x.shape[axis], 1) if inverse else (-1, ranks)), *x.shape[axis + 1 :])
     split, joined = (axis, axis + 1) if inverse else (axis + 1, axis)

@@ -2,7 +2,6 @@
 """What layers beside attention need of a ring: tokens of neighbours, entries of a cache, a batch in layout order."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,16 @@ from . import axes
 from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
 from .layout import Shards, canonical, pieces, refuse_indivisible
-from .mesh import of_arrays, of_context, over_explicit, ranks_of, refuse_unknown_axes, sharding_of
+from .mesh import (
+    of_arrays,
+    of_context,
+    over_explicit,
+    over_shards,
+    placed,
+    ranks_of,
+    refuse_unknown_axes,
+    sharding_of,
+)
 from .reorder import to_layout
 
 
@@ -166,11 +174,11 @@ def layout_batch(
         raise InputError("rows", fact, "Pass a multiple, or batch_axis_name=() to leave rows whole")
     refuse_indivisible("tokens", tokens.shape[1], layout, ranks)
     ids = integers("segment_ids", natural.get("segment_ids", np.zeros(tokens.shape, np.int32)), INT32)
-    placed = {}
+    found = {}
     for name, x in (_derived(tokens, ids) | natural).items():
         x = to_layout(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)), layout, ranks)
-        placed[name] = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(rows, ring)), x.__getitem__)
-    return placed
+        found[name] = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(rows, ring)), x.__getitem__)
+    return found
 
 
 def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -225,23 +233,10 @@ class _Ring:
             P(*(rows, self.names if tokens else None, *others)[: x.ndim])
             for x, tokens in zip(arrays, split, strict=True)
         )
-        placed = [_placed(x, self.mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
-        return _over_shards(self, work, options, specs, *placed)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _over_shards(ring: _Ring, work: Callable[..., Any], options: Any, specs: tuple[P, ...], *arrays: Any) -> Any:
-    manual = {name for entry in specs[0] for name in axes.names(entry)}
-    # JAX cannot shard residuals of a `shard_map` inside another one (benchmarks/upstream/nested_shard_map.py). A
-    # checkpoint makes the arguments the residuals.
-    local = jax.checkpoint(functools.partial(work, ring, *options))
-    return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)
-
-
-def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, NamedSharding(mesh, spec))
-    return over_explicit(x, mesh, spec)
+        # JAX does not say how automatic axes split a traced array, so they split it as they do.
+        places = [over_explicit if isinstance(x, jax.core.Tracer) else placed for x in arrays]
+        shards = [place(x, self.mesh, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
+        return over_shards(work, (self, *options), self.mesh, specs, *shards)
 
 
 def _moved(ring: _Ring, x: jax.Array, ids: Any, places: tuple[int, ...], fill: float, argument: str) -> Any:

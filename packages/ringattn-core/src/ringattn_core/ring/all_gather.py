@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers arrays of all ranks: key ids and positions, and for the strategy "all_gather" keys and values too.
+"""The strategy "all_gather": no hops. Each rank computes one block with the keys of all ranks, in natural order."""
 
-"all_gather" has no hops: each rank computes one block with the keys of all ranks, in natural order.
-"""
-
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ..contract.call import Call
 from ..placement import axes
 from ..placement.layout import of_neighbours, to_neighbours
 from .blocks import Ring
-from .sends import KV, packed
-
-
-def with_all_ids(ring: Ring, call: Call) -> Call:
-    """The call with the ids and positions of the keys of all ranks, so that the hops send only keys and values."""
-    if not ring.axis:
-        return call
-    arrays = {name: getattr(call, name) for name in ("kv_segment_ids", "kv_positions")}
-    whole = {name: x if x is None else _whole(ring, x, x.ndim - 1) for name, x in arrays.items()}
-    return dataclasses.replace(call, **whole)
+from .kv import KV, packed
 
 
 def gathering(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,10 +37,10 @@ def scattering(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
 
 def _all_keys(ring: Ring, kv: KV) -> KV:
     kv = packed(kv)
-    return jax.tree.map(lambda x: _whole(ring, x, kv.token_axis), kv)
+    return jax.tree.map(lambda x: of_all_ranks(ring, x, kv.token_axis), kv)
 
 
-def _whole(ring: Ring, x: jax.Array, axis: int) -> jax.Array:
-    """All ranks' shards along `axis`: in natural order if `ring.all_gather`, else in the order of the ranks."""
+def of_all_ranks(ring: Ring, x: jax.Array, axis: int) -> jax.Array:
+    """Gathers the shards of all ranks along `axis`: in natural order if `ring.all_gather`, else in rank order."""
     whole = axes.all_gathered(x, ring.axis, ring.query_shards.count, ring.rank, axis)
     return of_neighbours(whole, ring.key_shards.layout, ring.query_shards.count, axis) if ring.all_gather else whole

@@ -17,9 +17,10 @@ from ..contract.static_masks import wants_static_masks
 from ..placement.arrays import zero_padding
 from . import all_gather
 from .blocks import Ring, block_of, queries_of
+from .exchange import exchange, first_keys, not_before
 from .forward import sinks_of
+from .kv import KV, total
 from .plan import Hop, Level
-from .sends import KV, packed, sent, total
 
 
 class Sums(NamedTuple):
@@ -71,7 +72,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
     if ring.all_gather:
         body = all_gather.scattering(ring, body)
     # The raw `dout` makes the first send wait for the forward pass. Arrays derived from `dout` are ready later.
-    dkv, sums = body(ordering.tie(own, raw) if travel else own, ring.rank, Sums())
+    dkv, sums = body(not_before(own, raw) if travel else own, ring.rank, Sums())
     gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(call, result.lse, delta)}
     gradients |= {"bias": sums.dbias, "alibi_slopes": sums.dslopes}
     if call.expand is not None:
@@ -87,36 +88,23 @@ def around(level: Level, body: Body) -> Body:
     The last call has the keys that the loop is `given`, of the rank `owner`. These are this rank's own keys in the
     outermost loop, and the keys of the outer hop in a loop inside another. Each hop sends the gradients of keys
     and values that the hop before computed; the last kernel hides the last of these sends. If ranks pass keys on, the
-    gradients follow the keys, and each rank adds its contribution (`total`). If keys come straight from their owner,
-    their gradients go straight back to it.
+    gradients follow the keys, and each rank adds its own. If keys come straight from their owner, their gradients go
+    straight back to it.
     """
 
     def loop(given: KV, owner: Any, sums: Sums) -> tuple[KV, Sums]:
-        def one_hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], hop: Hop) -> Any:
-            kv, gradients_out, arrived, sums = carry
-            # In this order: the kernel of the hop before ends, both sends begin, this hop's kernel runs and hides them,
-            # the keys arrive, the gradients arrive.
-            kv = ordering.tie(kv, sums.dq)
-            keys_out = ordering.tie(given, sums.dq) if level.direct else kv
-            gradients_out = ordering.tie(gradients_out, kv)
-            keys_in = sent(level, keys_out, hop.key_shift, hop.next_rows)
-            gradients_in = sent(level, gradients_out, hop.gradient_shift)
-            if keys_in is None:  # without a send of keys, only this tie makes the kernel wait for gradients to send
-                kv = ordering.tie(kv, gradients_out)
-            sums = sums._replace(dq=ordering.tie_on_cpu(sums.dq, (keys_in, gradients_in)))
-            kv = kv if level.direct else packed(kv)
-            dkv, sums = body(kv, level.owner(owner, hop.distance), sums)
-            gradients_in = ordering.tie(gradients_in, keys_in)
-            if level.direct and gradients_in is not None:
-                return keys_in, dkv, (*arrived, gradients_in), sums
-            return keys_in, total(dkv, gradients_in), arrived, sums
+        def one_hop(carry: tuple[KV, tuple[KV, ...], Sums], hop: Hop) -> Any:
+            kv, gradients, sums = carry
+            now = exchange(level, hop, given, kv, ended=sums.dq, gradients=gradients)
+            sums = sums._replace(dq=now.before_kernel(sums.dq))
+            dkv, sums = body(now.kv, level.owner(owner, hop.distance), sums)
+            return now.keys_in, now.added_to(dkv), sums
 
-        # The forward pass begins with the hop that is last here, so that hop says how the first keys are sent.
-        send, (*others, last) = level.forward_hops[0], level.backward_hops
-        first_keys = sent(level, ordering.tie(given, sums.dq), send.key_shift, send.next_rows)
-        _, gradients_out, arrived, sums = level.run_hops(one_hop, (first_keys, None, (), sums), others)
-        _, dkv, arrived, sums = one_hop((given, gradients_out, arrived, sums), last)
-        return functools.reduce(total, arrived, dkv), sums
+        *others, last = level.backward_hops
+        start = first_keys(level, given, sums.dq), (), sums
+        _, gradients, sums = level.run_hops(one_hop, start, others)
+        _, gradients, sums = one_hop((given, gradients, sums), last)
+        return functools.reduce(total, gradients), sums
 
     return loop
 

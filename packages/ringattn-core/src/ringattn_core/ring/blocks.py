@@ -17,8 +17,8 @@ from ..contract.visibility import Intervals, intervals
 from ..masks import Coordinates
 from ..masks.reach import moved
 from ..placement.layout import Shards
+from .kv import KV
 from .plan import Level
-from .sends import KV
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ def queries_of(ring: Ring, call: Call) -> Queries:
 def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Block:
     """The `Block` of this rank's queries against the keys in `kv`, of the shard of rank `owner`.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`). With
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`). With
     `ring.all_gather`, these keys are one shard, and `owner` is 0.
     """
     length = KV(call.travelling).length * (ring.query_shards.count // ring.key_shards.count)
@@ -127,7 +127,7 @@ def _keys_from(ring: Ring, call: Call, kv: KV) -> str:
     """`Block.keys_from`: "own", or the layout of keys that other ranks have too."""
     if ring.all_gather:
         return ring.key_shards.layout
-    return call.layout if kv.received else "own"
+    return call.placement.layout if kv.received else "own"
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:

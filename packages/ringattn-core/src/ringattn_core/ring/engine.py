@@ -4,11 +4,11 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Float32, Int8, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import BlockKernel, Partial
@@ -16,14 +16,24 @@ from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.layout import Shards
-from .all_gather import with_all_ids
 from .backward import backward
 from .blocks import Ring
 from .forward import forward
+from .key_ids import with_all_ids
 from .plan import levels
 
 
-def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Partial:
+class Result(NamedTuple):
+    """What the ring returns for this rank's queries and the keys of all ranks."""
+
+    out: Float[Array, "B T N Hv"]
+    """In the dtype of the queries."""
+    lse: Float32[Array, "B N T"]
+    max_logits: Float32[Array, " N"] | None
+    """The largest score of each head, if `call.rule.return_max_logits` asks for it."""
+
+
+def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Result:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
     With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. In the striped
@@ -42,21 +52,22 @@ def ring_of(
     """The ring of this rank's call.
 
     `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
-    mesh axes `call.axis_name`. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in `run`.
+    mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in
+    `run`.
     """
-    axis = () if place else call.axis_name or ()
+    axis = () if place else call.placement.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
-    shards = Shards(call.layout, math.prod(sizes), stripe, folded=call.balance is not None)
+    shards = Shards(call.placement.layout, math.prod(sizes), stripe, folded=call.placement.balance is not None)
     lengths = call.query.shape[1], call.key.shape[1]
     return Ring(
         kernel,
         axis,
         query_shards=shards,
-        key_shards=Shards("contiguous" if shards.folded else call.layout, 1) if all_gather else shards,
+        key_shards=Shards("contiguous" if shards.folded else call.placement.layout, 1) if all_gather else shards,
         levels=() if all_gather else levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes)),
         rank=jnp.asarray(rank, jnp.int32),
-        batch_index=_indices(call.batch_axis_name, call.query.shape[0]),
-        head_index=_indices(call.head_axis_name, call.query.shape[2]),
+        batch_index=_indices(call.placement.batch_axis_name, call.query.shape[0]),
+        head_index=_indices(call.placement.head_axis_name, call.query.shape[2]),
     )
 
 
@@ -66,9 +77,16 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
 
 
 @jax.custom_vjp
-def attend(ring: Ring, call: Call) -> Partial:
-    """The result for this rank's queries and the keys of all ranks."""
-    return forward(ring, with_all_ids(ring, call.narrowed()))
+def attend(ring: Ring, call: Call) -> Result:
+    """The ring as one differentiable function; `max_logits` has no gradient."""
+    return _result(forward(ring, with_all_ids(ring, call.narrowed())))
+
+
+def _result(partial: Partial) -> Result:
+    """The result of the ring, from that of its forward pass, which has the largest score of each query."""
+    assert partial.out is not None
+    largest = partial.max_logits
+    return Result(partial.out, partial.lse, None if largest is None else largest.max((0, 2)))
 
 
 def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
@@ -93,34 +111,40 @@ first_derivative_only = without_derivative(
 )
 
 
-def _forward_rule(*inputs: Any) -> tuple[Partial, Any]:
-    """The result and the residuals. An input has a `value`, and `perturbed`: whether it is differentiated.
+class Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass."""
 
-    The length of the first residual tells the backward pass whether the bias is fixed: 1 if it is not differentiated,
-    else 0. A static value could not tell: JAX keeps one tree structure of residuals for each function that it has
-    traced, whichever inputs are differentiated.
+    bias_fixed: Int8[Array, " fixed"]
+    """Whether the bias is not differentiated: of length 1 if so, else 0.
+
+    A static value could not tell: JAX keeps one tree structure of residuals for each function that it has traced,
+    whichever inputs are differentiated.
     """
+    ring: Ring
+    call: Call
+    partial: Partial
+
+
+def _forward_rule(*inputs: Any) -> tuple[Result, Residuals]:
+    """The result and the residuals. An input has a `value`, and `perturbed`: whether it is differentiated."""
     ring, call = jax.tree.map(lambda x: x.value, inputs)
     bias_fixed = call.bias is not None and not inputs[1].bias.perturbed
     call = with_all_ids(ring, first_derivative_only(call).narrowed())
-    result = forward(ring, call)
-    kept = dataclasses.replace(result, max_logits=None)
-    return result, (jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
+    partial = forward(ring, call)
+    kept = dataclasses.replace(partial, max_logits=None)
+    return _result(partial), Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
 
 
-def _backward_rule(residuals: Any, cotangents: Partial) -> tuple[None, Call]:
-    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on.
-
-    `max_logits` has no gradient (`strategies.run`), so its cotangent is ignored.
-    """
-    bias_fixed, ring, call, result = residuals
+def _backward_rule(residuals: Residuals, cotangents: Result) -> tuple[None, Call]:
+    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
+    ring, call = residuals.ring, residuals.call
 
     def array(x: Any) -> jax.Array:
         zero = isinstance(x, jax.custom_derivatives.SymbolicZero)
         return align(jnp.zeros(x.shape, x.dtype), axes_of(call)) if zero else x  # pyright: ignore[reportArgumentType]
 
     dout, dlse = first_derivative_only([array(x) for x in (cotangents.out, cotangents.lse)])
-    return None, backward(ring, call, result, dout, dlse, bias_fixed.size == 1)
+    return None, backward(ring, call, residuals.partial, dout, dlse, bias_fixed=residuals.bias_fixed.size == 1)
 
 
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

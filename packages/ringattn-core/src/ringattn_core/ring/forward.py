@@ -18,9 +18,10 @@ from ..contract.call import Call
 from ..contract.protocol import Partial
 from . import all_gather
 from .blocks import Ring, block_of, queries_of
+from .exchange import as_passed_on, exchange
+from .kv import KV
 from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
-from .sends import KV, packed, sent
 
 Body = Callable[[KV, Any, Partial | None], Partial]
 """`body(kv, owner, partial)` continues `partial` with keys `kv` of the rank `owner`. It is a kernel, or the loop over
@@ -30,7 +31,7 @@ an inner mesh axis of the ring."""
 def forward(ring: Ring, call: Call) -> Partial:
     """Attention of this rank's queries to the keys of all ranks; `out` is in the dtype of the queries.
 
-    `call` has the segment ids and positions of the keys of all ranks (`all_gather.with_all_ids`).
+    `call` has the segment ids and positions of the keys of all ranks (`key_ids.with_all_ids`).
     """
     kernel, own, queries = batching.forward(ring.kernel), KV(call.travelling), queries_of(ring, call)
 
@@ -64,17 +65,10 @@ def around(level: Level, body: Body) -> Body:
     def loop(given: KV, owner: Any, partial: Partial | None) -> Partial:
         def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
             kv, partial = carry
-            # The send and the kernel of this hop start after the kernel of the hop before.
-            kv = ordering.tie(kv, _computed(partial))
-            if level.direct:
-                keys_out = ordering.tie(given, _computed(partial))
-            else:  # the kernel reads the array that is sent
-                kv = packed(kv)
-                keys_out = kv
-            keys_in = sent(level, keys_out, hop.key_shift, hop.next_rows)
-            return keys_in, body(kv, level.owner(owner, hop.distance), partial)
+            now = exchange(level, hop, given, kv, ended=_computed(partial))
+            return now.keys_in, body(now.kv, level.owner(owner, hop.distance), partial)
 
-        return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]
+        return level.run_hops(one_hop, (as_passed_on(level, given), partial), level.forward_hops)[1]
 
     return loop
 
@@ -85,16 +79,16 @@ def _computed(partial: Partial | None) -> jax.Array | None:
 
 
 def beginning(call: Call) -> Partial | None:
-    """The partial result that the ring begins from: the attention sinks, or `None` without sinks.
+    """The partial result that the ring begins from: weight and no value if the call has sinks, else `None`.
 
-    Sinks have weight and no value. They are in no kernel's block, so they count once, not once a hop.
+    Only the first kernel gets it, so sinks count once, not once a hop.
     """
     sinks = sinks_of(call)
     if sinks is None:
         return None
     batch, length, heads, _ = call.query.shape
     lse = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1)[None, :, None], (batch, heads, length))
-    return Partial(None, lse, jnp.full_like(lse, -jnp.inf) if call.return_max_logits else None)
+    return Partial(None, lse, jnp.full_like(lse, -jnp.inf) if call.rule.return_max_logits else None)
 
 
 def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:

@@ -13,36 +13,35 @@ import jax
 import jax.numpy as jnp
 
 from ..contract.call import Call
-from ..contract.protocol import Partial
 from ..contract.varying import align
 from ..placement import axes
 from ..placement.arrays import LogSumExp, Output, letters
+from ..ring.engine import Result
 from .ulysses import axis_of
 
 
 def folded(call: Call) -> Call:
     """The call in folded order (see the module): ranks swap half shards. With "all_gather", not those of keys."""
-    axis, wanted = call.axis_name or (), ("T", "t") if call.strategy == "all_gather" else ("T", "t", "S")
+    axis, wanted = (
+        call.placement.axis_name or (),
+        ("T", "t") if call.placement.strategy == "all_gather" else ("T", "t", "S"),
+    )
     tokens = {name: axis_of(call, name, x, wanted) for name, x in call.arrays.items()}
     moved: dict[str, Any] = {
         name: _swapped(getattr(call, name), n, axis) for name, n in tokens.items() if n is not None
     }
     if call.latents is not None and "S" in wanted:
         moved["latents"] = [_swapped(x, 1, axis) for x in call.latents]
-    return dataclasses.replace(call, **moved, layout="zigzag")
+    return dataclasses.replace(call, **moved).placed(layout="zigzag")
 
 
-def unfolded(call: Call, result: Partial) -> Partial:
-    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made.
-
-    `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
-    """
-    assert result.out is not None
+def unfolded(call: Call, result: Result) -> Result:
+    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made."""
     out, lse = (
-        _swapped(x, letters(kind).index("T"), call.axis_name or (), back=True)
+        _swapped(x, letters(kind).index("T"), call.placement.axis_name or (), back=True)
         for x, kind in ((result.out, Output), (result.lse, LogSumExp))
     )
-    return dataclasses.replace(result, out=out, lse=lse)
+    return result._replace(out=out, lse=lse)
 
 
 def _swapped(x: jax.Array, dim: int, axis: tuple[str, ...], back: bool = False) -> jax.Array:

@@ -20,7 +20,7 @@ from ..placement.layout import Shards
 from ..ring.blocks import block_of, queries_of
 from ..ring.engine import ring_of, without_derivative
 from ..ring.forward import beginning
-from ..ring.sends import KV
+from ..ring.kv import KV
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk, if a rank's cache is cut into chunks that a kernel runs in parallel."""
@@ -73,9 +73,9 @@ _sharded_queries = without_derivative(
 
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
-    assert call.axis_name is not None and call.query_offset is not None
-    ranks, whole = axes.size(call.axis_name), functools.partial(_of_all_ranks, call.axis_name)
-    index = Shards(call.layout, ranks).order(ranks * call.query.shape[1])
+    assert call.placement.axis_name is not None and call.query_offset is not None
+    ranks, whole = axes.size(call.placement.axis_name), functools.partial(_of_all_ranks, call.placement.axis_name)
+    index = Shards(call.placement.layout, ranks).order(ranks * call.query.shape[1])
     ranges = {name: whole(x, 2) for name in ("kv_first", "kv_last") if (x := getattr(call, name)) is not None}
     return dataclasses.replace(
         call,

@@ -28,17 +28,17 @@ def strategy_of(registration: Registration | None, call: Call, sizes: tuple[int,
 
     Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
     """
-    axis = call.axis_name or ()
+    axis = call.placement.axis_name or ()
     ranks, inner = sizes or (axes.size(axis), axes.size(axis[-1:]))
-    if ranks == 1 or call.strategy == "ring":
+    if ranks == 1 or call.placement.strategy == "ring":
         return "ring"
     why_not = refusals(registration, call, ranks, inner)
-    if call.strategy == "auto":
+    if call.placement.strategy == "auto":
         return "ulysses" if "ulysses" not in why_not and _suits_ulysses(call, ranks, inner) else "ring"
-    if call.strategy in why_not:
-        fact = f"{call.strategy!r} cannot run this call: {why_not[call.strategy]}"
+    if call.placement.strategy in why_not:
+        fact = f"{call.placement.strategy!r} cannot run this call: {why_not[call.placement.strategy]}"
         raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
-    return call.strategy
+    return call.placement.strategy
 
 
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
@@ -49,7 +49,7 @@ def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
     """
     if call.expand is not None or inner == 1 or call.key.shape[2] % inner:
         return False
-    rows = rows_seen(call.reach_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    rows = rows_seen(call.reach_of_hops, Shards(call.placement.layout, ranks), (call.query.shape[1], call.key.shape[1]))
     return len(rows) == ranks and {*rows.values()} == {rows[0]}
 
 
@@ -59,9 +59,9 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
     if registration is not None and registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    if registration is not None and call.causal and _has_static_masks_only(registration.implementation()):
+    if registration is not None and call.reach.causal and _has_static_masks_only(registration.implementation()):
         # In a striped ring of groups a shard has runs of consecutive tokens, for which there is no static mask.
-        striped_groups = inner < ranks and call.layout == "striped"
+        striped_groups = inner < ranks and call.placement.layout == "striped"
         lacking = ("all_gather", "ulysses") if striped_groups else ("all_gather",)
         why_not |= dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
     if registration is not None and not registration.descriptor().supports(Feature.CROSS_LENGTHS):
@@ -75,19 +75,18 @@ def _has_static_masks_only(kernel: BlockKernel) -> bool:
 
 
 def run(registration: Registration, call: Call) -> Any:
-    """A rank's output, or a tuple if `call.results` has more. `call.strategy` is one that `strategy_of` returns."""
+    """A rank's output, or a tuple if `call.results` has more. Its strategy is one that `strategy_of` returns."""
     exchanged = with_parameters(registration, exchange(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
-    by_heads = call.strategy == "ulysses"
-    stripe = axes.size((call.axis_name or ())[-1:]) if by_heads else 1
+    by_heads = call.placement.strategy == "ulysses"
+    stripe = axes.size((call.placement.axis_name or ())[-1:]) if by_heads else 1
     kernel = registration.implementation()
-    result = engine.run(kernel, exchanged, all_gather=call.strategy == "all_gather", stripe=stripe)
-    result = balance.unfolded(exchanged, result) if call.balance else result
+    result = engine.run(kernel, exchanged, all_gather=call.placement.strategy == "all_gather", stripe=stripe)
+    result = balance.unfolded(exchanged, result) if call.placement.balance else result
     result = ulysses.by_tokens(call, result) if by_heads else result
     results = {"out": result.out, "lse": result.lse}
-    if result.max_logits is not None:
-        max_logits = jax.lax.stop_gradient(result.max_logits).max((0, 2))
-        results["max_logits"] = _over_ranks(call, ulysses.of_all_heads(call, max_logits) if by_heads else max_logits)
+    if result.max_logits is not None:  # it has no gradient, and neither has a maximum over ranks
+        results["max_logits"] = _over_ranks(call, jax.lax.stop_gradient(result.max_logits))
     asked = tuple(results[name] for name in call.results)
     return asked if len(asked) > 1 else result.out
 
@@ -98,7 +97,7 @@ def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
     A call need not name axes of size 1. But JAX may track that `max_logits` varies over them, and only a maximum over
     them tells it otherwise.
     """
-    named = (*(call.axis_name or ()), *(call.batch_axis_name or ()))
+    named = (*(call.placement.axis_name or ()), *(call.placement.batch_axis_name or ()))
     alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}
     over = (*named, *sorted(alone - {*named}))
     own = align(max_logits, axes.tracked() & {*over})
@@ -107,5 +106,5 @@ def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
 
 def exchange(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
-    call = ulysses.by_heads(call.expanded()) if call.strategy == "ulysses" else call
-    return balance.folded(call) if call.balance else call
+    call = ulysses.by_heads(call.expanded()) if call.placement.strategy == "ulysses" else call
+    return balance.folded(call) if call.placement.balance else call

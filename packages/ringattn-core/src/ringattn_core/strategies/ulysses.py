@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from ..contract import packing
 from ..contract.call import ARRAYS, Call
-from ..contract.protocol import Partial
 from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts
 from ..placement.layout import of_neighbours, to_neighbours
+from ..ring.engine import Result
 
 HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
@@ -30,13 +30,13 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
-    assert call.axis_name is not None  # on one rank there is nothing to exchange
-    outer, inner = call.axis_name[:-1], call.axis_name[-1]
+    assert call.placement.axis_name is not None  # on one rank there is nothing to exchange
+    outer, inner = call.placement.axis_name[:-1], call.placement.axis_name[-1]
     ranks = axes.size((inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
-    tokens, heads, layout = packed.ndim - 3, packed.ndim - 2, call.layout
+    tokens, heads, layout = packed.ndim - 3, packed.ndim - 2, call.placement.layout
 
     def move(x: jax.Array) -> jax.Array:
         return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, inner, ranks)
@@ -45,44 +45,45 @@ def by_heads(call: Call) -> Call:
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved: dict[str, Any] = {name: _moved_array(call, name, x, inner, ranks) for name, x in rest.items()}
-    by_rank = (*(call.head_axis_name or ()), inner)
+    by_rank = (*(call.placement.head_axis_name or ()), inner)
     moved |= {"key": key, "value": value}
     wide = {name: x for name, x in moved.items() if x.dtype != getattr(call, name).dtype}
     call = dataclasses.replace(call.widened(**wide), **moved)
-    return dataclasses.replace(call, axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
+    return call.placed(axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
 
 
-def by_tokens(call: Call, result: Partial) -> Partial:
+def by_tokens(call: Call, result: Result) -> Result:
     """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
 
-    `max_logits` stays as it is, because `strategies.run` reads only its maximum over queries.
+    `max_logits` has all heads then, and is -inf for the heads of other ranks.
     """
-    assert call.axis_name is not None and result.out is not None
-    inner = call.axis_name[-1]
+    assert call.placement.axis_name is not None and result.out is not None
+    inner = call.placement.axis_name[-1]
     ranks = axes.size((inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
         names = arrays.letters(kind)
         tokens, heads = names.index("T"), names.index("N")
-        in_rank_order = to_neighbours(x, call.layout, ranks, tokens)
+        in_rank_order = to_neighbours(x, call.placement.layout, ranks, tokens)
         return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
 
     lse = back(result.lse, arrays.LogSumExp) if call.return_lse else result.lse
-    return dataclasses.replace(result, out=back(result.out, arrays.Output), lse=lse)
+    max_logits = None if result.max_logits is None else _of_all_heads(call, result.max_logits)
+    return Result(back(result.out, arrays.Output), lse, max_logits)
 
 
-def of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
+def _of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
     """`max_logits` of this rank's heads, with an entry for every head of `call`: -inf for heads of other ranks."""
-    assert call.axis_name is not None
+    assert call.placement.axis_name is not None
     all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
-    first = jax.lax.axis_index(call.axis_name[-1]) * len(max_logits)
+    first = jax.lax.axis_index(call.placement.axis_name[-1]) * len(max_logits)
     return jax.lax.dynamic_update_slice(all_heads, max_logits, (first,))
 
 
 def _moved_array(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """The array `x` of the call with this rank's share of heads and all tokens of the group, if it has such axes."""
     heads, tokens = (axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
-    layout = call.layout
+    layout = call.placement.layout
     if tokens is None and heads is not None:
         share = x.shape[heads] // ranks
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)

@@ -16,8 +16,7 @@ import jax
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
-from ..contract.call import INTERNAL, Call, is_off
-from ..contract.signature import OF_CORE
+from ..contract.call import REACH, Call, Placement, is_off
 from ..masks import Reach
 from ..masks.builder import Built
 from ..placement.platforms import device_of, platform_of
@@ -42,7 +41,7 @@ class Problem:
         versions: The versions of JAX, of core and of the backend.
         ranks: The number of ranks of the ring.
         causal: Whether the call is causal.
-        sliding_window: The window of the call, as in `Rule`.
+        sliding_window: The window of the call, `(left, right)`.
         chunk_size: The chunk size of the call.
         options: The other options that the call uses: an array by its dtype and shape, and masks as text.
         call: One rank's call with shapes in place of arrays, from which the tuner makes arrays to time. Not compared.
@@ -107,26 +106,15 @@ def tunable(registration: Registration) -> bool:
     return hasattr(registration.implementation(), "candidate_configs")
 
 
-UNSEEN: Final = (
-    "softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", *OF_CORE, *INTERNAL
-)  # fmt: skip
-"""The arguments of a call that never reach a kernel, or do not change which tile sizes are best."""
-LEFT_OUT: Final = {
-    "query", "key", "value", "causal", "sliding_window", "chunk_size",
-    *UNSEEN, "softmax_scale", "dropout_seed", "fwd_params", "bwd_params",
-}  # fmt: skip
-"""Arguments of a call that `Problem.options` leaves out: other fields have them, or they cannot change the choice."""
-
-
 def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
     """The problem of one rank's share of a call: `call` has the arrays of one shard, on a ring of `ranks` ranks.
 
     Of its arrays, only the shapes, the devices and the dtypes that kernels get (`Call.narrowed`) are read.
     """
-    call = call.narrowed()
     given = (None, (call.query, call.key, call.value))
+    call = _seen_by_kernels(call.narrowed())
     batch, q_length, heads, head_dim = call.query.shape
-    used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not is_off(x)}
+    used = {name: x for name, x in call.options.items() if name not in _FIXED and not is_off(x)}
     return Problem(
         backend=registration.name,
         batch=batch,
@@ -141,12 +129,23 @@ def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
         device=machine(device_of(*given).device_kind),
         versions=versions(registration),
         ranks=ranks,
-        causal=call.causal,
-        sliding_window=call.sliding_window,
-        chunk_size=call.chunk_size,
+        causal=call.reach.causal,
+        sliding_window=call.options["sliding_window"],
+        chunk_size=call.reach.chunk,
         options=tuple((name, _described(x)) for name, x in used.items()),
         call=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call),
     )
+
+
+_FIXED: Final = ("softmax_scale", "fwd_params", "bwd_params", "strategy", "max_distance", *REACH)
+"""Options that `Problem.options` leaves out: other fields have them, or they cannot change the choice."""
+
+
+def _seen_by_kernels(call: Call) -> Call:
+    """The call without what never reaches a kernel, or cannot change which tile sizes are best."""
+    without = dataclasses.replace(call, placement=Placement(layout=call.placement.layout), softmax_aux=None)
+    other = {"dropout_seed": None, "check_positions": None, "check": None, "return_lse": False, "wide": ()}
+    return dataclasses.replace(without, **other, expand=None, latents=None, expand_params=None)
 
 
 @functools.cache
@@ -167,6 +166,8 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 def _described(option: Any) -> Any:
     """An option as plain data. A float, such as a soft cap, becomes `True`: its value does not change the speed."""
+    if isinstance(option, tuple):  # the two ends of ranges
+        return tuple(_described(x) for x in option)
     if isinstance(option, Built):
         return tuple(_ADDRESS.sub("", repr(mask)) for mask in option.masks)
     if hasattr(option, "dtype"):

@@ -34,7 +34,7 @@ LOWEST: Final = float(jnp.finfo(jnp.float32).min)
 
 
 def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Continues `out` and `softmax` with the keys of the steps. An input that is not there begins at zeros.
+    """Continues `out` and `softmax` with the keys of the steps. One that is no input begins as before any key.
 
     In the scratch memory, every lane of a row has the same `base` and the same `largest`; the sum of exponentials is
     the sum of `total` over the lanes; and `acc` is the output times this sum. Probabilities that dropout keeps enter

@@ -36,8 +36,8 @@ def forward(
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`, the largest scores; one persistent program a multiprocessor.
 
     A turn is one query tile of one head. Programs take turns from the counter `TAKEN`, which begins at 0
-    (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue, or `None`. Sinks
-    have only the last two.
+    (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue; `PLAN.fresh` and
+    `PLAN.from_lse` say which of them there are.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -40,6 +40,8 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         aliases={len(arrays) - len(before) + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
+        FRESH=partial is None or partial.out is None,
+        FROM_LSE=partial is not None,
         SHARING=schedule.sharing,
         **schedules.launch_options(constants, schedule),
         **unused(block),

@@ -16,13 +16,14 @@ def forward(
     Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, OUT, LSE, MAX,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, SHARING: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, FROM_LSE: tl.constexpr,
+    SHARING: tl.constexpr,
 ):  # fmt: skip
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
-    `MAX_BEFORE` are the partial result to continue, or `None`. Sinks have only the last two. `T` is a
-    `visited_tiles.TableShape`.
+    `MAX_BEFORE` are the partial result to continue. `FRESH`: there is no output. `FROM_LSE`: there are the others, of a
+    partial result or of sinks. `T` is a `visited_tiles.TableShape`.
 
     `SHARING` query heads of one key head share a tile (`Schedule.sharing`). Of its `Q_TILE` rows,
     the first `SHARING` are the first query in each of these heads, the next are the second query, and so on.
@@ -62,7 +63,7 @@ def forward(
     lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
     out_row = offset_of(rows, F.heads * F.value_dim, F.wide) + head_number * F.value_dim
     out_at = wide_batch * F.q_length * F.heads * F.value_dim + out_row[:, None] + value_dims[None, :]
-    if OUT_BEFORE is None:
+    if FRESH:
         acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
     else:
         acc = vectors(
@@ -70,15 +71,15 @@ def forward(
         )
         if F.dropout:
             acc = acc / F.keep_weight
-    if LSE_BEFORE is None:
+    if FROM_LSE:
+        top, total = continued_rows(tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf")))
+    else:
         top = tl.full([Q_TILE], -float("inf"), tl.float32)
         total = tl.zeros([Q_TILE], tl.float32)
-    else:
-        top, total = continued_rows(tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf")))
     sums = (acc, top, total)
     if F.max_logits:
         largest = tl.full([Q_TILE], -float("inf"), tl.float32)
-        if MAX_BEFORE is not None:
+        if FROM_LSE:
             largest = tl.load(MAX_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf")) * LOG2_E
         sums = (acc, top, total, largest)
 

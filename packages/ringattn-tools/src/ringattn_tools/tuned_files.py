@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores tuned configurations on disk, a JSON file for each problem. Disk errors only warn."""
+"""Stores tuned configurations in JSON files, one for each problem. Disk errors only warn."""
 
 import dataclasses
 import functools
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..config import RingAttentionConfig
-from ..errors import in_one_line
-from .problem import Problem
+from ringattn_core.config import RingAttentionConfig
+from ringattn_core.errors import in_one_line
+from ringattn_core.tuning.problem import Problem
 
 VARIABLE: Final = "RINGATTN_CACHE_DIR"
 _FORMAT: Final = 1

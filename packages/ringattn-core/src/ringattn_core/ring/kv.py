@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys, values and gradients that travel round a ring, and how they are sent."""
+"""The keys and values that travel round a ring, and their gradients."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..contract import packing
-from ..placement import axes
-from .plan import Level
 
 
 @jax.tree_util.register_dataclass
@@ -53,26 +49,8 @@ def packed(kv: KV) -> KV:
     return dataclasses.replace(kv, arrays=jax.lax.optimization_barrier(packing.pack_to_send(*kv.arrays)))
 
 
-def sent(level: Level, kv: KV | None, shift: int | None, rows: tuple[int, int] | None = None) -> KV | None:
-    """Sends `kv` to the rank `shift` ranks onward, and returns what arrives; `None` if `kv` or `shift` is `None`.
-
-    With `rows`, `kv` must be a whole shard, and only these rows are sent.
-    """
-    if kv is None or shift is None:
-        return None
-    start, end = rows or (0, kv.length)
-    if end - start < kv.length:
-        cut = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=end, axis=kv.token_axis)
-        kv = KV(jax.tree.map(cut, kv.arrays), start)
-    pairs = axes.pairs_of_shift(level.ranks, shift)
-    arriving = jax.tree.map(functools.partial(_permuted, level.axis, pairs), packed(kv))
-    return dataclasses.replace(arriving, received=True)
-
-
-def total(dkv: KV, arriving: KV | None) -> KV:
-    """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them; `None` adds nothing."""
-    if arriving is None:
-        return dkv
+def total(dkv: KV, arriving: KV) -> KV:
+    """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them."""
     mine = dkv.arrays
     others = arriving.pair(mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
     start = arriving.start - dkv.start
@@ -82,20 +60,3 @@ def total(dkv: KV, arriving: KV | None) -> KV:
         return x + y if x.shape == y.shape else x.at[rows].add(y)
 
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
-
-
-def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:
-    send = functools.partial(axes.permuted, axis=axis, pairs=pairs)
-    if x.dtype.itemsize != 2:
-        return send(x)
-
-    def as_integers(x: jax.Array) -> jax.Array:
-        """Sends `x` as 16-bit integers. XLA on CPU sends bfloat16 as float32: see benchmarks/upstream/.
-
-        On a GPU the bits are the same.
-        """
-        return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
-
-    if not axes.bound(axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound
-        return as_integers(x)
-    return jax.lax.platform_dependent(x, tpu=send, default=as_integers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the tuning cache: every process reads what one wrote, and no disk or file error is fatal."""
+"""Promises of tuned configurations in files: every process reads what one wrote, and no file error is fatal."""
 
 import errno
 import os
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.tuning import Problem, cache
-from rings import warnings
+from ringattn_core.tuning import Problem
+from ringattn_tools import tuned_files
 
 CONFIG = RingAttentionConfig(FwdParams(64, 128, extra={"deep": (1, 2)}), BwdParams(num_warps=4))
 
@@ -26,10 +26,15 @@ def problem(**changes: Any) -> Problem:
     return Problem(**{**fields, **changes})
 
 
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    """The messages of the warnings in a log."""
+    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+
+
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path / "kept"))
-    cache._report.cache_clear()
+    tuned_files._report.cache_clear()
     return tmp_path / "kept" / "tuning"
 
 
@@ -44,10 +49,10 @@ def put(root: Path, text: str | bytes) -> Path:
 class TestWhatIsKept:
     def test_an_entry_is_read_back_equal_for_its_problem_only(self) -> None:
         trials = [{"part": "forward", "seconds": 1.5, "failure": None}]
-        cache.write(problem(), CONFIG, trials)
-        entry = cache.read(problem())
+        tuned_files.write(problem(), CONFIG, trials)
+        entry = tuned_files.read(problem())
         assert entry is not None and (entry.config, list(entry.trials)) == (CONFIG, trials)
-        assert cache.read(problem(q_length=65)) is cache.read(problem(versions=(("jax", "2"),))) is None
+        assert tuned_files.read(problem(q_length=65)) is tuned_files.read(problem(versions=(("jax", "2"),))) is None
 
 
 UNREADABLE = {
@@ -63,10 +68,10 @@ UNREADABLE = {
 class TestAFileThatCannotBeUnderstood:
     @pytest.mark.parametrize("broken", UNREADABLE.values(), ids=UNREADABLE)
     def test_is_ignored_and_reported_once(self, broken: Callable[[str], str | bytes], root: Path, log: Any) -> None:
-        path = cache.write(problem(), CONFIG)
+        path = tuned_files.write(problem(), CONFIG)
         assert path is not None
         put(root, broken(path.read_text()))
-        assert cache.read(problem()) is cache.read(problem()) is None
+        assert tuned_files.read(problem()) is tuned_files.read(problem()) is None
         assert len(warnings(log)) == 1
         assert f"the tuned configuration in {path} cannot be used" in warnings(log)[0]
 
@@ -83,7 +88,7 @@ class TestADiskThatRefuses:
 
         with monkeypatch.context() as patch:
             patch.setattr(os if step == "replace" else Path, step, fail)
-            assert cache.write(problem(), CONFIG) is cache.write(problem(), CONFIG) is None
+            assert tuned_files.write(problem(), CONFIG) is tuned_files.write(problem(), CONFIG) is None
         assert len(warnings(log)) == 1
         assert "cannot store a tuned configuration" in warnings(log)[0] and os.strerror(number) in warnings(log)[0]
         assert list(root.glob("*")) == []
@@ -101,7 +106,7 @@ class TestWhereItIs:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("RINGATTN_CACHE_DIR", given)
-        assert cache.directory() == tmp_path / given.removeprefix("~/") / "tuning"
+        assert tuned_files.directory() == tmp_path / given.removeprefix("~/") / "tuning"
 
     @pytest.mark.parametrize("found", ["~/.cache/ringattn", RuntimeError("Could not determine home directory.")])
     def test_without_a_home_nothing_is_kept_and_that_is_reported_once(
@@ -116,7 +121,7 @@ class TestWhereItIs:
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
-        assert cache.read(problem()) is cache.write(problem(), CONFIG) is None
+        assert tuned_files.read(problem()) is tuned_files.write(problem(), CONFIG) is None
         assert len(warnings(log)) == 1 and "Set RINGATTN_CACHE_DIR to a directory" in warnings(log)[0]
         assert list(tmp_path.iterdir()) == []
 
@@ -124,13 +129,14 @@ class TestWhereItIs:
 WRITER = """
 import sys
 from ringattn_core.config import FwdParams, RingAttentionConfig
-from ringattn_core.tuning import Problem, cache
+from ringattn_core.tuning import Problem
+from ringattn_tools import tuned_files
 problem = {problem!r}
 sys.stdin.readline()
 for number in range(1, 101):
     config = RingAttentionConfig(FwdParams(number, {own}, extra={{"filling": "x" * {own}}}))
-    assert cache.write(problem, config) is not None
-    params = cache.read(problem).config.fwd_params
+    assert tuned_files.write(problem, config) is not None
+    params = tuned_files.read(problem).config.fwd_params
     assert len(dict(params.extra)["filling"]) == params.kv_blocksize
 """
 
@@ -148,6 +154,6 @@ def test_processes_that_write_at_once_never_see_half_an_entry(root: Path) -> Non
         writer.stdin.flush()
     for writer in writers:
         assert writer.communicate(timeout=120)[1] == "" and writer.returncode == 0
-    entry = cache.read(problem())
+    entry = tuned_files.read(problem())
     assert entry is not None and entry.config.fwd_params.q_blocksize == 100
     assert [path.name for path in root.iterdir()] == [entry.path.name]
