@@ -62,7 +62,7 @@ def draw(seed: int) -> Entry:
         sizes["dtype"] = "float32"
     elif single:
         entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # not at 0, seeing one key
-    if least := MASKS_OF_HEADS.get(entry.get("builder")):
+    if least := MASKS_OF_HEADS.get(entry.get("builder", "")):
         sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= least])
     if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:
         entry["positions"] = "extreme"  # position minus window is below int32

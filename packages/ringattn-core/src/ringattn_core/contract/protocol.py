@@ -254,9 +254,11 @@ class BlockKernel(Protocol):
     """Attention over one block, forward and backward. Core has the ring, derivatives, sinks, vmap, layouts and padding.
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
-    `backward`. Two attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
-    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. A backend
-    with this kernel may declare only features in `features`.
+    `backward`. Three attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
+    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `few_queries = True`
+    says that few queries occupy the whole device, and that all heads of a group read a key together; for other kernels
+    `decode_attention` cuts the keys into batch rows, and turns the heads of a group into queries. A backend with this
+    kernel may declare only features in `features`.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
