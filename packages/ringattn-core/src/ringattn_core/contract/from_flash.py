@@ -53,6 +53,7 @@ _OF_OPTIONS: Final = tuple(
 )
 """The arrays of a block, other than `first` and `last`, that are `None` unless an option of the call sets them."""
 _IDS: Final = ("q_segments", "kv_segments")
+_ENDS: Final = frozenset({"first", "last"})
 
 
 class FlashForward(Protocol):
@@ -99,11 +100,13 @@ class FlashForwardOfRanges(Protocol):
 
     `first` and `last` are always arrays, int32 `[b, n, T]`: `b` is 1 or `B`, and `n` is 1 or `N`. They are indices of
     the keys of this call: `0 <= first <= last <= S - 1`. A query that sees none of the keys has `first = S` and
-    `last = -1`; its results are dropped, so they may be anything, NaN too. (A backward function has the same two
-    parameters; such a query has a `dout` of zeros there and a huge `lse`, so `p` and all its gradients are 0.)
+    `last = -1`, and its results are dropped: they may be anything, NaN too.
 
-    The function may have a keyword parameter `causal` too. It is `True` where `first` and `last` say just that query
-    `i` sees the keys 0 to `i`, which the function may know a faster schedule for. It is `False` else.
+    The backward function is as `FlashBackward`, with the same two parameters. A query that sees none of the keys has
+    zeros as `dout` and `BEYOND_ALL_SCORES` as `lse`, so its `p` and its `ds` are 0.
+
+    Either function may have a keyword parameter `causal` too. It is `True` where `first` and `last` say just that query
+    `i` sees the keys 0 to `i`, for which the function may know a faster schedule, and else `False`.
     """
 
     def __call__(
@@ -130,12 +133,21 @@ def from_flash(
     `first` and `last` also `FEATURES_OF_RANGES`. It may declare RETURN_LSE if `backward` has a parameter `delta`: else
     `backward` computes `Σ dout * out` itself, and cannot take the cotangent of `lse`.
     """
-    of_forward, of_backward = (frozenset(inspect.signature(f).parameters) for f in (forward, backward))
-    ends = [name in parameters for name in ("first", "last") for parameters in (of_forward, of_backward)]
-    if any(ends) and not all(ends):
-        fact = "only one of forward and backward, or only one of first and last, has the parameter"
-        raise InputError("first, last", fact, "Give both functions both parameters, or neither")
+    of_forward, of_backward = _optional_parameters(forward), _optional_parameters(backward)
+    ends = of_forward & _ENDS, of_backward & _ENDS
+    if ends not in ((_ENDS, _ENDS), (set(), set())):
+        took = (", ".join(sorted(x)) or "neither" for x in ends)
+        fact = "of first and last, forward takes {}, and backward {}".format(*took)
+        raise InputError("from_flash", fact, "Give both functions both parameters, or neither")
     return _FlashKernel(forward, backward, of_forward, of_backward)
+
+
+def _optional_parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Which of the parameters that a function may have, it has; none if it is a function in C that does not say so."""
+    try:
+        return frozenset(inspect.signature(function).parameters) & {*_ENDS, "causal", "delta"}
+    except ValueError:
+        return frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +156,7 @@ class _FlashKernel:
     flash_backward: Callable[..., Any]
     of_forward: frozenset[str]
     of_backward: frozenset[str]
-    """The names of the functions' parameters."""
+    """Which of the parameters that a function may have, the two functions have."""
     static_masks = True
 
     @property
