@@ -117,7 +117,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         slopes=None if call.alibi_slopes is None else call.alibi_slopes[None],
         seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
-        reach=call.reach,
+        reach=call.reach & call.built.reach,
         monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
         keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,
     )
