@@ -69,18 +69,23 @@ def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout
     close(got, graded(lambda *x: ring_attention(*x, attention_mask=mask, **options), *OPERANDS), atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "all_gather"}, {"strategy": "ulysses"}, {"strategy": "ulysses", "layout": "zigzag"},
-        {"balance": "zigzag", "causal": True}, {"max_distance": 60}, {"causal": True, "query_offset": 3},
-        {"q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0))},
-        {"softmax_aux": jnp.ones(N), "logits_soft_cap": 4.0}, {"dropout_prob": 0.2, "dropout_seed": 3},
-        {"q_positions": jnp.asarray(INDEX[::-1].copy()), "causal": True},
-        {"mask_builder": lambda *_: Local(9, 4)}, {"mask_builder": lambda *_: Predicate(lambda i, j: (i + j) % 3 > 0)},
-    ],
-    ids=str,
-)  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "all-gather": {"strategy": "all_gather"},
+    "ulysses": {"strategy": "ulysses"},
+    "ulysses in zigzag order": {"strategy": "ulysses", "layout": "zigzag"},
+    "balance": {"balance": "zigzag", "causal": True},
+    "promise": {"max_distance": 60},
+    "offset": {"causal": True, "query_offset": 3},
+    "segments": {"q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0))},
+    "sinks and soft cap": {"softmax_aux": jnp.ones(N), "logits_soft_cap": 4.0},
+    "dropout": {"dropout_prob": 0.2, "dropout_seed": 3},
+    "positions": {"q_positions": jnp.asarray(INDEX[::-1].copy()), "causal": True},
+    "mask that is an interval": {"mask_builder": lambda *_: Local(9, 4)},
+    "mask that is none": {"mask_builder": lambda *_: Predicate(lambda i, j: (i + j) % 3 > 0)},
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("name", ["by row", "by head"])
 def test_a_range_goes_with_every_other_option(name: str, options: dict[str, Any]) -> None:
     if "q_positions" in options:
