@@ -128,6 +128,8 @@ CASES: Final = {
     "documents": Workload(PACKED, documents=(2048,) * 16),
     "ragged": Workload(dataclasses.replace(MAIN, tokens=16037)),
     "sinks": Workload(MAIN, sinks=True),
+    "full, rows of 512": Workload(Shape(128, 512, 12, 12, 64), causal=False),
+    "full, rows of 1024": Workload(Shape(64, 1024, 16, 16, 64), causal=False),
 }
 """The workloads by which the kernels for one GPU are tuned."""
 

@@ -130,6 +130,35 @@ def test_a_mistake_is_told_in_one_sentence(mistake: str) -> None:
         run(attention(4, "shard_map", options), "jit of grad")
 
 
+OF_DOCUMENTS = (
+    jnp.repeat(jnp.array([0, 7, 13]), jnp.array([7, 6, 3])),
+    jnp.repeat(jnp.array([6, 12, 15]), jnp.array([7, 6, 3])),
+)
+"""The first and the last token of the document of each token."""
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"layout": "zigzag"}, "kv_range: its values are in the order of 'contiguous', but the call says 'zigzag'"),
+        (
+            {"max_distance": (4, None)},
+            "max_distance: promises 4 on the left, but the masks let a query see a key 6 tokens away there",
+        ),
+    ],
+)
+def test_ranges_that_were_not_reordered_or_that_a_promise_cuts_off_are_told(options: Any, fact: str) -> None:
+    with raises(fact):
+        run(attention(4, "mesh", {"kv_range": OF_DOCUMENTS, **options}), "jit of grad")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_ranges_in_the_order_of_the_layout_and_ranges_around_other_tokens_are_no_mistake(layout: str) -> None:
+    placed = tuple(to_layout(x, layout, 4, 0) for x in OF_DOCUMENTS)
+    for ends in (placed, (placed[1], placed[0]), (INDEX - 3, INDEX - 1), (0, 5)):
+        run(attention(4, "mesh", {"kv_range": ends, "layout": layout, "max_distance": 15}), "jit")
+
+
 @pytest.mark.parametrize(
     ("ring", "form", "mode"),
     [

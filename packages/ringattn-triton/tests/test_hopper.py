@@ -442,3 +442,11 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
     assert got.out.dtype == HALF
     near("out", got.out, want.out, TOLERANCE["bfloat16"])
     near("lse", got.lse, want.lse, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("q_length", "kv_length"), [(256, 256), (197, 333)])
+def test_short_rows_that_see_all_keys_run_in_tiles_of_128_queries(q_length: int, kv_length: int) -> None:
+    block = make_block(1, q_length, kv_length, heads=1, kv_heads=1, dim=64, dtype=HALF)
+    assert plans.forward(family.kernel_inputs.of_block(block).constants) == plans._SHORT
+    check(block, "continued", check(block, "alone"))
+    check(dataclasses.replace(block, final=True), "final")

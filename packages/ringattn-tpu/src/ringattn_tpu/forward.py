@@ -10,7 +10,7 @@ from . import block_sizes
 from .block_sizes import LANES
 from .kernel_inputs import LOG2_E, KernelInputs, prepared
 from .kernels import forward as kernel
-from .launch import Grid
+from .launch import Grid, wide_matrix_units
 from .steps import steps
 
 
@@ -29,6 +29,7 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     outputs = {n: given.operand(jax.ShapeDtypeStruct(*shape), axes[n], by_keys=False) for n, shape in shapes.items()}
     before = {} if partial is None else _begun(given, partial)
     inputs |= {n: given.operand(x, axes[n], by_keys=False) for n, x in before.items()}
+    scratch = {"query_terms": pltpu.VMEM((sizes.q_tile, 2 * LANES), block.q.dtype)} if _in_two_terms(block) else {}
     widths = {"acc": value_dim, "base": LANES, "total": LANES} | ({"largest": LANES} if asked else {})
     found = given.launch(
         kernel.forward,
@@ -36,12 +37,17 @@ def forward(block: Block, partial: Partial | None) -> Partial:
         Grid(batch, heads),
         inputs,
         outputs,
-        {name: pltpu.VMEM((sizes.q_tile, width), jnp.float32) for name, width in widths.items()},
+        scratch | {name: pltpu.VMEM((sizes.q_tile, width), jnp.float32) for name, width in widths.items()},
         by_keys=False,
         products=2,
     )
     out = jnp.swapaxes(found["out"][:, :, :q_length], 1, 2)
     return _result(out, found["softmax"][..., :q_length])
+
+
+def _in_two_terms(block: Block) -> bool:
+    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fill a wide matrix unit."""
+    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] == LANES and wide_matrix_units()
 
 
 def _begun(given: KernelInputs, partial: Partial) -> dict[str, jax.Array]:

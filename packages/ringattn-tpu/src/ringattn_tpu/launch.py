@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringattn_core.contract.launch import Interpreter, launch_primitive
 from ringattn_core.contract.varying import align, axes_of
 
+from .block_sizes import LANES
 from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
@@ -24,6 +25,17 @@ VMEM_LIMIT: Final = 2**25 * 3 // 2
 
 Run = functools.partial[list[jax.Array]]
 """`_pallas`, bound to all arguments but the arrays and `interpret`: the static parameter of the primitive."""
+
+
+def wide_matrix_units() -> bool:
+    """Whether the matrix units are wider than a vector register, as on v6e and 7x; false where JAX knows no chip yet.
+
+    JAX knows the chip of a mesh, and else the devices of this process.
+    """
+    try:
+        return pltpu.get_tpu_info().mxu_column_size > LANES
+    except ValueError:  # no TPU
+        return False
 
 
 class At(NamedTuple):

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 
+from .few_queries import family as few_queries
 from .hopper import family as hopper
 from .launch.target import Target, target
 from .portable import family as portable
@@ -38,7 +39,7 @@ class Family(Protocol):
     ) -> Gradients: ...
 
 
-FAMILIES: Final[tuple[Family, ...]] = (hopper, portable)
+FAMILIES: Final[tuple[Family, ...]] = (hopper, few_queries, portable)
 """In order of preference: the first family that takes a block computes it. The last family takes every block."""
 
 
@@ -46,6 +47,7 @@ class TritonKernel:
     """Attention of one block on GPUs: every feature, heads of up to 256, and by default the same bits at every run."""
 
     candidate_configs = staticmethod(candidate_configs)
+    few_queries = True
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         return _forward(block, partial, target())

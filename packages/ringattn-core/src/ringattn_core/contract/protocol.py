@@ -35,7 +35,9 @@ class Block:
             `first` and `last`. If both are given, a query that sees no key has the largest int32 as `first` and the
             least as `last`, and else `first <= last`, so one unsigned comparison, `position - first <= last - first`,
             tests both.
-        last: The last key position that each query sees, inclusive.
+        last: The last key position that each query sees, inclusive. For kernels with `key_indices`, which kernels of
+            `from_flash` may set, `first` and `last` are indices of the keys of this block, and so are `kv_positions`;
+            an end beyond the block may be any number beyond its keys.
         q_positions: The positions of queries, for ALiBi. They may come from the caller, in any order, and are below
             2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
@@ -252,9 +254,11 @@ class BlockKernel(Protocol):
     """Attention over one block, forward and backward. Core has the ring, derivatives, sinks, vmap, layouts and padding.
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
-    `backward`. Two attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
-    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. A backend
-    with this kernel may declare only features in `features`.
+    `backward`. Three attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
+    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `few_queries = True`
+    says that few queries occupy the whole device, and that all heads of a group read a key together; for other kernels
+    `decode_attention` cuts the keys into batch rows, and turns the heads of a group into queries. A backend with this
+    kernel may declare only features in `features`.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

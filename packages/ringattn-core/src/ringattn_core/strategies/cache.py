@@ -49,13 +49,22 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     elif not sharded:
         # Queries are consecutive tokens, although they have `q_positions`, which could come in any order.
         own = dataclasses.replace(own, monotone=queries.sees.monotone)
-    group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
-    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
-    partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
-    partial, sinks = _with_groups_as_heads(partial, group), beginning(call)
-    partial = partial if sinks is None else merged([partial, sinks])
+    whole, sinks = sharded or takes_few_queries(kernel), beginning(call)
+    group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
+    asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
+    first = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
+    asked = dataclasses.replace(asked, final=not ring.axis and chunks == 1 and first is sinks)
+    partial = merged_over(batching.forward(kernel)(asked, first), ring.axis, chunks, scattered=sharded)
+    partial = _with_groups_as_heads(partial, group)
+    if sinks is not None and first is None:
+        partial = merged([partial, sinks])
     assert partial.out is not None
     return Partial(partial.out.astype(call.query.dtype), partial.lse)
+
+
+def takes_few_queries(kernel: BlockKernel) -> bool:
+    """Whether the kernel sets `few_queries`: it then gets few queries as they are, with all keys of this rank."""
+    return getattr(kernel, "few_queries", False)
 
 
 def not_differentiable(call: Call) -> Call:

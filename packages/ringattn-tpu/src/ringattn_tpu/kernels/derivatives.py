@@ -36,9 +36,9 @@ def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
 
     # Both products before the scores: with `dp` first, Mosaic schedules 8% more bundles on v6e.
     product, dp = products(part, "q", "k"), products(part, "dout", "v")
-    s, bent = scores(part, product)
-    logarithm = s - row(LSE)
-    weight = jnp.exp2(mask_out(part, logarithm) if masked else logarithm)
+    s, bent = scores(part, product * settings.product_scale)
+    # Masked before the lse is subtracted: the other way round, libtpu 0.0.48.1 schedules 7% more bundles on v6e.
+    weight = jnp.exp2((mask_out(part, s) if masked else s) - row(LSE))
     p = weight
     if settings.rule.dropout_prob:
         keep = kept(part, settings.rule.keep_weight)

@@ -3,6 +3,7 @@
 
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -11,13 +12,13 @@ from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST
 from .dropout import kept
+from .query_terms import keep_terms, scaled_products
 from .scores import (
     Part,
     folded,
     keep_columns,
     mask_out,
     matmul,
-    products,
     scores,
     to_column,
     to_row,
@@ -41,11 +42,13 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
     `acc` unscaled: the last step multiplies by `1 / (1 - dropout_prob)`, in float32.
     """
     acc, base, total, columns = scratch["acc"], scratch["base"], scratch["total"], scratch.get("columns")
-    largest = scratch.get("largest")
+    largest, terms = scratch.get("largest"), scratch.get("query_terms")
 
     @pl.when(step.has(FIRST))
     def _():
         keep_columns(inputs.get("q_integers"), columns)
+        if terms is not None:
+            keep_terms(inputs["q"][...], settings.product_scale, terms)
         acc[...] = inputs["out"][...] / settings.rule.keep_weight if "out" in inputs else jnp.zeros_like(acc)
         if "softmax" in inputs:
             base[...] = to_column(inputs["softmax"][BASE : BASE + 1, :])
@@ -59,7 +62,9 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
             largest[...] = to_column(inputs["softmax"][LARGEST : LARGEST + 1, :]) if seen else nothing
 
     def visit(start: int, masked: bool) -> None:
-        _visit(Part(settings, step, inputs, columns, False, start, part), acc, base, total, largest, masked)
+        one = Part(settings, step, inputs, columns, False, start, part)
+        s, _ = scores(one, scaled_products(one, terms))
+        _add(one, mask_out(one, s) if masked else s, acc, base, total, largest)
 
     over_parts(step, inputs["k"].shape[0], part, visit)
 
@@ -74,10 +79,9 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
             outputs["softmax"][LARGEST : LARGEST + 1, :] = to_row(largest[...])
 
 
-def _visit(part: Part, acc: Any, base: Any, total: Any, largest: Any, masked: bool) -> None:
+def _add(part: Part, s: jax.Array, acc: Any, base: Any, total: Any, largest: Any) -> None:
+    """Adds the keys of `part`, with scores `s`, to what the scratch memory holds."""
     settings = part.settings
-    s, _ = scores(part, products(part, "q", "k"))
-    s = mask_out(part, s) if masked else s
     most = s.max(-1, keepdims=True)
     before = base[...]
     after = jnp.maximum(before, most)

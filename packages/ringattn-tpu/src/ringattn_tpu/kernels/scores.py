@@ -108,14 +108,15 @@ def products(part: Part, of_query: str, of_key: str) -> jax.Array:
     )
 
 
-def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scores before any mask, in units of log2, and `tanh` of the soft cap (without one, scaled products)."""
-    settings, rule = part.settings, part.settings.rule
-    bent = product * settings.product_scale
-    s = bent
-    if rule.logits_soft_cap is not None:
-        bent = jnp.tanh(bent)
-        s = bent * (rule.logits_soft_cap * LOG2_E)
+def scores(part: Part, scaled: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scores before any mask, in units of log2, and `tanh` of the soft cap (without one, `scaled`).
+
+    `scaled` are the products of queries and keys, times `product_scale`.
+    """
+    s, bent, cap = scaled, scaled, part.settings.rule.logits_soft_cap
+    if cap is not None:
+        bent = jnp.tanh(scaled)
+        s = bent * (cap * LOG2_E)
     if "bias" in part.inputs:
         s = s + with_forbidden(_bias(part)) * LOG2_E
     if "distance_weight" in part.inputs:

@@ -144,7 +144,7 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> p
 
 def _too_little(block: Block, constants: BlockConstants) -> bool:
     """Whether a turn (one query tile) has so few key tiles, or such small products, that its begin and end dominate."""
-    if constants.head_dim > 64:
+    if constants.head_dim > 64 or plans.short_rows(constants):
         return False
     short = block.reach.span < 2048 or constants.q_length < 2048
     return short or sparsity.scattered(block) or constants.masks

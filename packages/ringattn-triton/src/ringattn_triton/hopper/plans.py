@@ -162,6 +162,9 @@ _FORWARD: Final = {
     (256, 256, False): _OF_256,
 }
 """The plans by head size of keys and of values (`padded_size`), and by whether there is a soft cap."""
+_SHORT: Final = ForwardPlan(2, 128, 2, False, 168, 240)
+"""The plan for heads of 64 in `short_rows`. With 12 heads, 128 rows of 512 tokens take 264 us with this plan, 275 with
+the usual one, and 356 in the portable kernel."""
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
 _WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
@@ -182,10 +185,18 @@ def forward(constants: BlockConstants) -> ForwardPlan | None:
         return None
     head_size, value_size = (int(padded_size(dim)) for dim in (constants.head_dim, constants.value_dim))
     sizes = head_size, value_size, constants.capped
+    if short_rows(constants) and sizes in _FORWARD:
+        return _SHORT
     usual = _FORWARD.get(sizes)
     if constants.dropout:
         return _WITH_DROPOUT.get(sizes, usual)
     return _WITH_DISTANCES.get(sizes, usual) if constants.distances else usual
+
+
+def short_rows(constants: BlockConstants) -> bool:
+    """Whether heads are of 64 and a row has 192 to 2,047 queries, which see all keys, as in encoders."""
+    masked = any((constants.positions, constants.segments, constants.masks, constants.dropout))
+    return constants.largest_dim == 64 and 192 <= constants.q_length < 2048 and not (masked or constants.capped)
 
 
 def backward(constants: BlockConstants) -> BackwardPlan | None:

@@ -84,7 +84,7 @@ def forward(
         sums = (acc, top, total, largest)
 
     given = (q, k_pointers, v_pointers, queries, head, P, batch)
-    sums = over_visited(_continued, sums, given, visited, F, T)
+    sums = over_visited(continued, sums, given, visited, F, T)
     acc, top, total = sums[0], sums[1], sums[2]
     lse, factor = final_rows(top, total, F)
     out = (acc * factor[:, None]).to(OUT.dtype.element_ty)
@@ -98,7 +98,7 @@ def forward(
 
 
 @triton.jit
-def _continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
+def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax, over key tile number `tile`; returns the updated `sums`.
 
     `sums` are `(acc, top, total)`: `top` is the row maximum in units of log2, or the log-sum-exp that the softmax began

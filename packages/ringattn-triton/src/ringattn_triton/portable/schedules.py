@@ -53,11 +53,15 @@ _DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
 begins or ends."""
 
 
-def forward(block: Block, constants: BlockConstants, target: Target) -> Schedule:
-    """The forward kernel's schedule: the device's default, except for sizes that the caller fixes in `fwd_params`."""
+def forward(block: Block, constants: BlockConstants, target: Target, default: Schedule | None = None) -> Schedule:
+    """The forward kernel's schedule: `default`, except for sizes that the caller fixes in `fwd_params`.
+
+    If `default` is `None`, the default of the device.
+    """
     itemsize, share = block.q.dtype.itemsize, _share(block, constants, target)
-    short = share and target.kind == "cuda"
-    default = _SHORT if short else _forward_by_family(constants, itemsize, constants.largest_dim, target)
+    if default is None:
+        short = share and target.kind == "cuda"
+        default = _SHORT if short else _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _chosen(default, constants, itemsize, block.rule.fwd_params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
     return dataclasses.replace(schedule, in_registers=in_registers, sharing=_SHARED if share else 1)
