@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from reference_kernels import Dense, Gathering, Tiled
+from reference_kernels import Dense, Tiled
 from ringattn_conformance import tiers
 from ringattn_conformance.plugin import COUNT_FLAG
 from saboteurs import REFERENCES, SABOTEURS
@@ -25,10 +25,10 @@ def _tests_of(backend: str) -> list[str]:
     """What must be run on a saboteur, or on a reference: all that its broken kin are judged by."""
     if backend in SABOTEURS:
         return [test.format(backend) for test in (*SABOTEURS[backend].caught_by, SABOTEURS[backend].passes)]
-    kind = Gathering if isinstance(REFERENCES[backend], Gathering) else Dense
+    tiled = isinstance(REFERENCES[backend], Tiled)
+    kind = Dense if tiled else type(REFERENCES[backend])
     kin = [s for s in SABOTEURS.values() if isinstance(s.kernel, kind)]
     tests = dict.fromkeys(test.format(backend) for s in kin for test in (*s.caught_by, s.passes))
-    tiled = isinstance(REFERENCES[backend], Tiled)
     return [test for test in tests if not tiled or OF_TILES.search(test)]
 
 
