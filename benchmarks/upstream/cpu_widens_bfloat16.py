@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether XLA on CPU sends bfloat16 as bfloat16, and not as float32, which is twice as long.
 
-With JAX 0.10.2, 0.11.2 and 0.12.0.1 it sends float32. `_permuted` in `ring/sends.py` of ringattn-core works round it.
-The exit status is 1 once it may go.
+With JAX 0.10.2, 0.11.2 and 0.12.0.1 it sends float32. `_permuted` in `ring/exchange.py` of ringattn-core works round
+it. The exit status is 1 once it may go.
 """
 
 import sys

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correct backends, as short as possible: two dense block kernels, and a ring function that gathers all keys."""
+"""Correct backends, as short as possible: two dense block kernels, a fused attention, and a ring that gathers keys."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ringattn_core import Block, Gradients, Partial, Rule
+from ringattn_core import Block, Feature, Gradients, Partial, Rule, from_flash
 from ringattn_core.contract import bits
 from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.from_flash import FEATURES, FEATURES_OF_RANGES
 from ringattn_core.contract.merge import merge
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.contract.visibility import intervals, visible
@@ -126,6 +129,48 @@ def grouped(x: jax.Array, block: Block) -> jax.Array:
 
 def summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.sum([axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+
+
+Ends = Callable[[jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
+"""A function of `first`, `last` and the number of keys; a saboteur returns other ends."""
+
+
+class Flash:
+    """A kernel of `from_flash`: a dense attention, and its backward pass, that take each query's first and last key."""
+
+    static_masks = key_indices = True
+    features = FEATURES | FEATURES_OF_RANGES | {Feature.RETURN_LSE}
+
+    def __init__(self, fault: str = "", ends: Ends = lambda first, last, keys: (first, last)) -> None:
+        self.fault = fault
+        kernel = from_flash(functools.partial(flash_forward, ends=ends), functools.partial(flash_backward, ends=ends))
+        self.forward, self.backward = kernel.forward, kernel.backward
+
+
+def flash_scores(q: jax.Array, k: jax.Array, scale: float, first: jax.Array, last: jax.Array) -> jax.Array:
+    index = jnp.arange(k.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    s = scale * product("btnh,bsnh->bnts", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2))
+    return jnp.where((first[..., None] <= index) & (index <= last[..., None]), s, -jnp.inf)
+
+
+def flash_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, first: jax.Array, last: jax.Array, ends: Ends
+) -> tuple[jax.Array, jax.Array]:
+    p, largest, lse = softmax(flash_scores(q, k, scale, *ends(first, last, k.shape[1])))
+    return product("bnts,bsnh->btnh", p, jnp.repeat(v, q.shape[2] // k.shape[2], 2)), largest + lse
+
+
+def flash_backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, *,
+    scale: float, first: jax.Array, last: jax.Array, delta: jax.Array, ends: Ends,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    group = q.shape[2] // k.shape[2]
+    s = flash_scores(q, k, scale, *ends(first, last, k.shape[1]))
+    p = jnp.exp(s - lse[..., None])
+    ds = scale * p * (product("btnh,bsnh->bnts", dout, jnp.repeat(v, group, 2)) - delta[..., None])
+    dk, dv = product("bnts,btnh->bsnh", ds, q), product("bnts,btnh->bsnh", p, dout)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (dk, dv))
+    return product("bnts,bsnh->btnh", ds, jnp.repeat(k, group, 2)), dk, dv
 
 
 @dataclasses.dataclass(frozen=True)

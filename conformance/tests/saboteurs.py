@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from broken_kernels import BACKWARD, FORWARD, Broken, Regathered, but, narrow
-from reference_kernels import Dense, Gathering, Tiled
+from reference_kernels import Dense, Flash, Gathering, Tiled
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import ENTRIES
 from ringattn_conformance.lattice import Point, drawn, points
@@ -274,13 +274,26 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
                lambda block: but(block, q=narrow(block.q), kv=jax.tree.map(narrow, block.kv)), FORWARD),
         (_PLAIN,), _SCAN,
     ),
+    "flash-sees-no-last-key": Sabotage(
+        Flash("A fused attention takes the last key for exclusive.", lambda first, last, keys: (first, last - 1)),
+        (_point("window"), _point("range-heads"), _point("segments")), _WELL_FORMED,
+    ),
+    "flash-sees-all-before-the-last": Sabotage(
+        Flash("A fused attention ignores the first key.", lambda first, last, keys: (0 * first, last)),
+        (_point("window"), _point("range-spans"), _point("segments")), _PLAIN,
+    ),
 }  # fmt: skip
-REFERENCES: Final = {"reference-dense": Dense(), "reference-tiled": Tiled(), "reference-gathering": Gathering()}
+REFERENCES: Final = {
+    "reference-dense": Dense(), "reference-tiled": Tiled(), "reference-flash": Flash(),
+    "reference-gathering": Gathering(),
+}  # fmt: skip
 
 
 def backend_of(name: str, kernel: Any) -> Backend:
     if isinstance(kernel, Dense):
         return Backend(name, 1, ("cpu",), frozenset(Feature), kernel="saboteurs:SABOTEURS")
+    if isinstance(kernel, Flash):
+        return Backend(name, 1, ("cpu",), kernel.features, kernel="saboteurs:SABOTEURS")
     return Backend(
         name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS, Feature.KEY_RANGE}, ring="saboteurs:SABOTEURS"
     )

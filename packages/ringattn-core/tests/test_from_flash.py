@@ -20,38 +20,53 @@ CALLS: list[tuple[Any, ...]] = []
 """The calls of the two functions in the programs traced so far: queries, keys, causal."""
 
 
-def probabilities(q: Any, k: Any, lse: Any, scale: float, causal: bool) -> Any:
+def probabilities(q: Any, k: Any, lse: Any, scale: float, seen: Any) -> Any:
     """The probabilities of each query head, and the log-sum-exp. A kernel may take an infinite `lse` to mean no key."""
     group = q.shape[2] // k.shape[2]
-    CALLS.append((q.shape[1], k.shape[1], causal))
     scores = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, group, 2), preferred_element_type=jnp.float32) * scale
-    if causal:
-        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, -1) if lse is None else lse
     return jnp.exp(scores - jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]), lse
 
 
-def forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> Any:
-    p, lse = probabilities(q, k, None, scale, causal)
+def static_mask(q: Any, k: Any, causal: bool) -> Any:
+    CALLS.append((q.shape[1], k.shape[1], causal))
+    return jnp.tri(q.shape[1], k.shape[1], dtype=bool) if causal else None
+
+
+def attended(q: Any, k: Any, v: Any, scale: float, seen: Any) -> Any:
+    p, lse = probabilities(q, k, None, scale, seen)
     return jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), jnp.repeat(v, q.shape[2] // k.shape[2], 2)), lse
 
 
-def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool) -> Any:
-    delta = jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), out.astype(jnp.float32))
-    return backward_with_delta(q, k, v, out, lse, dout, scale=scale, causal=causal, delta=delta)
-
-
-def backward_with_delta(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool, delta: Any
-) -> Any:
+def gradients(q: Any, k: Any, v: Any, lse: Any, dout: Any, delta: Any, scale: float, seen: Any) -> Any:
     group = q.shape[2] // k.shape[2]
     keys, values = (jnp.repeat(x, group, 2).astype(jnp.float32) for x in (k, v))
-    p, _ = probabilities(q, k, lse, scale, causal)
+    p, _ = probabilities(q, k, lse, scale, seen)
     queries, given = q.astype(jnp.float32), dout.astype(jnp.float32)
     ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - delta[..., None]) * scale
     dk, dv = jnp.einsum("bnts,btnh->bsnh", ds, queries), jnp.einsum("bnts,btnh->bsnh", p, given)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
     return jnp.einsum("bnts,bsnh->btnh", ds, keys).astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
+
+
+def delta_of(out: Any, dout: Any) -> Any:
+    return jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), out.astype(jnp.float32))
+
+
+def forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> Any:
+    return attended(q, k, v, scale, static_mask(q, k, causal))
+
+
+def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool) -> Any:
+    return gradients(q, k, v, lse, dout, delta_of(out, dout), scale, static_mask(q, k, causal))
+
+
+def backward_with_delta(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool, delta: Any
+) -> Any:
+    return gradients(q, k, v, lse, dout, delta, scale, static_mask(q, k, causal))
 
 
 FEATURES = (

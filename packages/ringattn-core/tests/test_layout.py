@@ -34,6 +34,21 @@ class TestWhereTokensAre:
         for layout, order in expected.items():
             np.testing.assert_array_equal(layouts.Shards(layouts.canonical(layout), 2).order(8), order)
 
+    @pytest.mark.parametrize(
+        "shards",
+        [
+            *(layouts.Shards(layout, 3) for layout in layouts.LAYOUTS),
+            layouts.Shards("zigzag", 4, folded=True), layouts.Shards("striped", 2, stripe=4),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_the_tokens_before_an_index_are_counted(self, shards: layouts.Shards) -> None:
+        index = np.array([-(2**31), -1, *range(8 * shards.count + 2), 2**31 - 1], np.int32)
+        for rank in range(shards.count):
+            held = np.asarray(shards.indices(rank, 8))
+            counted = shards.before(jnp.asarray(index), jnp.asarray(rank), 8)
+            np.testing.assert_array_equal(counted, (held[None] < index[:, None]).sum(1))
+
 
 class TestReordering:
     @hypothesis.given(shard=SHARDS, axis=st.sampled_from([0, 1, 2, -1, -2]))

@@ -100,6 +100,11 @@ def test_the_mesh_of_the_context_serves_and_what_does_not_fit_it_is_refused() ->
         to_layout(WHOLE, "zigzag", 2, mesh=mesh, axis_name="sp")
 
 
+def test_an_array_with_explicit_axes_brings_its_mesh() -> None:
+    split = NamedSharding(mesh_in("explicit"), P("data", "sp"))
+    same(to_layout(jax.device_put(WHOLE, split), "zigzag", axis_name="sp"), to_layout(WHOLE, "zigzag", 4), split)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_contiguous_order_is_the_array_itself(kind: str) -> None:
     x = jax.device_put(WHOLE, NamedSharding(mesh_in(kind), P("data", "sp")))

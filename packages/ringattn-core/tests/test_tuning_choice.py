@@ -22,7 +22,7 @@ from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.ring import engine
 from ringattn_core.tuning import choice, forget, overlay
 from ringattn_core.tuning.problem import of_call
-from ringattn_tools import policy, search
+from ringattn_tools import policy, search, tuned_files
 from rings import warnings
 from traced_calls import forget_traced_calls
 
@@ -79,7 +79,7 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     def tune(problem: Any, registration: Any) -> None:
         kernel.tunings.append(problem)
-        policy.store(registration, problem, TUNED, [])
+        tuned_files.store(registration, problem, TUNED, [])
 
     searches(monkeypatch, tune)
     yield kernel

@@ -58,7 +58,7 @@ class Seen:
         self.blocks.append((shapes, block.rule))
         self.params.append(block.rule.fwd_params)
         jax.debug.callback(lambda *x: self.positions.append(x), block.q_positions, block.kv_positions, ordered=True)
-        partial = empty(block) if partial is None else partial
+        partial = empty(block) if partial is None or partial.out is None else partial
         return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:

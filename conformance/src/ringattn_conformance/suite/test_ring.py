@@ -4,7 +4,9 @@
 from typing import Any
 
 import pytest
+from ringattn_core import MaskInfo
 from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import NAMED
@@ -36,22 +38,26 @@ def test_keys_may_be_gathered_at_once_and_heads_exchanged_for_tokens(ringattn_ba
         agrees(place(NAMED[name], Placement(2, "zigzag", strategy=strategy), ringattn_backend))
 
 
-MOVED: dict[str, tuple[str, dict[str, Any]]] = {
+OF_CORE: dict[str, tuple[str, dict[str, Any]]] = {
     "balance": ("range-heads", {"balance": "zigzag"}),
     "promise": ("range-gaps", {"max_distance": (16, 13)}),
     "expand": ("range-gaps", {"value": None, "expand": lambda x, _: x}),
+    "mask_info": ("range-heads", {"kv_range": None}),
 }
-"""What core does with queries and keys, with a range of its own for each query: a case, and options of its call."""
+"""A case with ranges, and more options of its call that no kernel sees."""
 
 
 @tiers.core
-@pytest.mark.parametrize("name", MOVED)
-def test_ranges_go_with_their_queries_whatever_core_sends(ringattn_backend: str, name: str):
-    case, options = MOVED[name]
+@pytest.mark.parametrize("name", OF_CORE)
+def test_ranges_stay_with_their_queries_whatever_core_does(ringattn_backend: str, name: str):
+    case, options = OF_CORE[name]
     placed = place(NAMED[case], Placement(4), ringattn_backend)
 
     def local(operands: Arrays, fixed: Arrays) -> Arrays:
-        pair = {"key": (operands["k"], operands["v"])} if name == "expand" else {}
-        return placed.local(operands, fixed, **options, **pair)
+        more = {
+            "expand": {"key": (operands["k"], operands["v"])},
+            "mask_info": {"mask_info": MaskInfo(kv_range=(fixed["first"], fixed["last"]))},
+        }
+        return placed.local(operands, fixed, **options, **more.get(name, {}))
 
-    agrees(placed, local=local)
+    agrees(placed, needs=[Feature.ZIGZAG] if name == "balance" else [], local=local)

@@ -4,8 +4,7 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 from ringattn_core.backends.discovery import Registration
@@ -60,23 +59,10 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
 
 def _tune(registration: Registration, problem: Problem) -> None:
     """Tunes. If that fails, stores the default as its result."""
-    from . import search  # it imports this module
+    from . import search  # only here: it imports what draws its progress
 
     try:
         search.tune(problem, registration)
     except TuningError as error:
         choice.store(registration, problem, choice.default(registration, problem))
         _logger.warning("%s. Its default is used", error)
-
-
-def store(
-    registration: Registration, problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]]
-) -> None:
-    """Makes `config` the tuned configuration of the problem, in memory and in a file.
-
-    No file is written for a backend that was registered in this process, because it has no version. `trials` are the
-    times of all candidates.
-    """
-    choice.store(registration, problem, config)
-    if not registration.in_process:
-        tuned_files.write(problem, config, trials)

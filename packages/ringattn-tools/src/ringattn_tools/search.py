@@ -22,7 +22,7 @@ from ringattn_core.errors import TuningError
 from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import Problem, machine, tunable
 
-from . import policy
+from . import tuned_files
 from .trial import release, trial
 
 Params = TypeVar("Params", FwdParams, BwdParams)
@@ -75,7 +75,7 @@ def tune(problem: Problem, registration: Registration | None = None, keep: bool 
     registration = get(problem.backend) if registration is None else registration
     outcome = fastest(registration, problem, choice.default(registration, problem))
     if keep:
-        policy.store(registration, problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
+        tuned_files.store(registration, problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
     return outcome
 
 

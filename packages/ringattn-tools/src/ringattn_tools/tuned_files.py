@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ringattn_core.backends.discovery import Registration
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.errors import in_one_line
+from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import Problem
 
 VARIABLE: Final = "RINGATTN_CACHE_DIR"
@@ -97,3 +99,16 @@ def read_file(path: Path, key: str | None = None) -> Entry | None:
         reason = in_one_line(error)
         _report(f"the tuned configuration in {path} cannot be used: {reason}. The backend's default is used")
         return None
+
+
+def store(
+    registration: Registration, problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]]
+) -> None:
+    """Makes `config` the tuned configuration of the problem, in memory and in a file.
+
+    No file is written for a backend that was registered in this process, because it has no version. `trials` are the
+    times of all candidates.
+    """
+    choice.store(registration, problem, config)
+    if not registration.in_process:
+        write(problem, config, trials)

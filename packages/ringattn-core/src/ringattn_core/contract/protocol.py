@@ -35,7 +35,9 @@ class Block:
             `first` and `last`. If both are given, a query that sees no key has the largest int32 as `first` and the
             least as `last`, and else `first <= last`, so one unsigned comparison, `position - first <= last - first`,
             tests both.
-        last: The last key position that each query sees, inclusive.
+        last: The last key position that each query sees, inclusive. For kernels with `key_indices`, which kernels of
+            `from_flash` may set, `first` and `last` are indices of the keys of this block, and so are `kv_positions`;
+            an end beyond the block may be any number beyond its keys.
         q_positions: The positions of queries, for ALiBi. They may come from the caller, in any order, and are below
             2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int32
 
 from .protocol import Block, BlockKernel
 
@@ -15,6 +15,11 @@ from .protocol import Block, BlockKernel
 def wants_static_masks(kernel: BlockKernel) -> bool:
     """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
     return getattr(kernel, "static_masks", False)
+
+
+def wants_key_indices(kernel: BlockKernel) -> bool:
+    """Whether the kernel sets `key_indices`: `first` and `last` of its blocks are then indices of their keys."""
+    return getattr(kernel, "key_indices", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +36,18 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One call of some `queries` and some `keys`. Query `i` sees the keys up to `i` if `causal`, else all of them."""
+    """One call of some `queries` and some `keys`. Query `i` sees the keys up to `i` if `causal`, else all of them.
+
+    If the piece has `first` and `last` (`key_ranges.ranged`), query `i` sees the keys from `first[i]` to `last[i]`.
+    """
 
     causal: bool
     queries: Part
     keys: Part
-    sees_nothing: Bool[Array, "b t"] | None = None
+    sees_nothing: Bool[Array, "b n t"] | None = None
     """True for queries that must see none of the keys. The call computes their results, which are then dropped."""
+    first: Int32[Array, "b n T"] | None = None
+    last: Int32[Array, "b n T"] | None = None
 
 
 def pieces(block: Block) -> list[Piece]:
@@ -48,12 +58,12 @@ def pieces(block: Block) -> list[Piece]:
     same calls run, on different rows: XLA would wait for all sends before a `lax.cond`.
     """
     if not block.reach.causal:
-        return [Piece(False, _WHOLE, _WHOLE)]
+        return [Piece(False, WHOLE, WHOLE)]
     earlier = block.kv_index[:, 0] < block.q_index[:, 0]
     if block.keys_from == "own":
-        return [Piece(True, _WHOLE, _WHOLE)]
+        return [Piece(True, WHOLE, WHOLE)]
     if block.keys_from == "contiguous":
-        return [Piece(False, _WHOLE, _WHOLE, ~earlier[:, None])]
+        return [Piece(False, WHOLE, WHOLE, ~earlier[:, None, None])]
     if block.keys_from == "zigzag":
         # The second chunk of queries always sees the first chunk of keys. If the keys are of an earlier rank, the first
         # chunk of queries also sees the first chunk of keys; else the second also sees the second.
@@ -62,10 +72,11 @@ def pieces(block: Block) -> list[Piece]:
     # Striped: query `i` sees the keys of an earlier rank up to `i`, and the keys of a later rank up to `i - 1`. The
     # second case is causal too once the first query, which sees nothing, is moved to the end.
     last = jnp.arange(block.q_length) == block.q_length - 1
-    return [Piece(True, _rotated(~earlier), _WHOLE, ~earlier[:, None] & last[None])]
+    return [Piece(True, _rotated(~earlier), WHOLE, ~earlier[:, None, None] & last[None, None])]
 
 
-_WHOLE = Part(lambda x, axis: x, lambda x, axis, fill: x)
+WHOLE = Part(lambda x, axis: x, lambda x, axis, fill: x)
+"""All tokens of the block, as they are."""
 
 
 def _chunk(first: Bool[Array, " b"]) -> Part:

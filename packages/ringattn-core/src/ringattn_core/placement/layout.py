@@ -107,6 +107,17 @@ class Shards:
         second = chunk >= self.count  # in zigzag order, a run of the back half: the second of its rank
         return jnp.where(second, 2 * self.count - 1 - chunk, chunk), entry + jnp.where(second, run, 0)
 
+    def before(self, index: Int32[Array, "*queries"], rank: Any, length: int) -> Int32[Array, "*queries"]:
+        """How many of the `length` tokens of `rank` have a global index below `index`, which is any int32."""
+        index = index.clip(0, self.count * length)
+        if self.layout == "zigzag":
+            half = length // 2
+            first, second = ((index - chunk * half).clip(0, half) for chunk in self._chunks(rank))
+            return first + second
+        run = self.stripe if self.layout == "striped" else length
+        turns, rest = index // (self.count * run), index % (self.count * run)
+        return turns * run + (rest - rank * run).clip(0, run)
+
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:
         """Entries of `x` for the tokens of `rank`, in the rank's order; the last axis of `x` is in natural order."""
         length = x.shape[-1] // self.count

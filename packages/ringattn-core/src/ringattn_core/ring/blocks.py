@@ -2,6 +2,7 @@
 """The block of one hop: this rank's queries, the keys that are here, and the global positions and indices of both."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,10 @@ from jaxtyping import Array, Int32
 from ..contract import bits
 from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
-from ..contract.static_masks import wants_static_masks
+from ..contract.static_masks import wants_key_indices, wants_static_masks
 from ..contract.visibility import Intervals, intervals
 from ..masks import Coordinates
+from ..masks.reach import moved
 from ..placement.layout import Shards
 from .kv import KV
 from .plan import Level
@@ -90,11 +92,17 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         Coordinates(queries.positions, queries.index),
         Coordinates(kv_positions, kv_index),
     )
+    first, last = queries.sees.first, queries.sees.last
+    if wants_key_indices(ring.kernel):  # keys have the positions of the layout, which increase
+        before = functools.partial(ring.key_shards.before, rank=owner, length=length)
+        first = first if first is None else before(first) - kv.start
+        last = last if last is None else before(moved(last, 1)) - 1 - kv.start
+        kv_positions = jnp.arange(kv.length, dtype=jnp.int32)[None]
     return Block(
         q=call.query,
         kv=kv.arrays,
-        first=queries.sees.first,
-        last=queries.sees.last,
+        first=first,
+        last=last,
         q_positions=queries.positions,
         kv_positions=kv_positions,
         q_index=queries.index,
@@ -109,10 +117,17 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         slopes=None if call.alibi_slopes is None else call.alibi_slopes[None],
         seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
-        reach=call.reach,
+        reach=call.reach & call.built.reach,
         monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
-        keys_from=(call.placement.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
+        keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,
     )
+
+
+def _keys_from(ring: Ring, call: Call, kv: KV) -> str:
+    """`Block.keys_from`: "own", or the layout of keys that other ranks have too."""
+    if ring.all_gather:
+        return ring.key_shards.layout
+    return call.placement.layout if kv.received else "own"
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:

@@ -64,24 +64,23 @@ def exchange(level: Level, hop: Hop, given: KV, kv: KV, ended: Any, gradients: t
     """
     leaving, *home = gradients or (None,)
     kv = ordering.tie(kv, ended)
-    keys_out = ordering.tie(given, ended) if level.direct else kv
+    if level.direct:
+        keys_out = ordering.tie(given, ended)
+    else:  # the kernel reads the array that is sent
+        keys_out = kv = packed(kv) if hop.key_shift is not None else kv
     leaving = ordering.tie(leaving, kv)
     keys_in = _sent(level, keys_out, hop.key_shift, hop.next_rows)
     gradients_in = _sent(level, leaving, hop.gradient_shift)
     if keys_in is None:  # without a send of keys, only this tie makes the kernel wait for gradients to leave
         kv = ordering.tie(kv, leaving)
-    return Exchange(level, as_passed_on(level, kv), keys_in, gradients_in, tuple(home))
+        kv = kv if level.direct else packed(kv)
+    return Exchange(level, kv, keys_in, gradients_in, tuple(home))
 
 
 def first_keys(level: Level, given: KV, ended: Any) -> KV | None:
     """Sends the keys of the first hop of the backward pass, which are those of another rank."""
     hop = level.forward_hops[0]  # it has the `given` keys, as the last hop of the backward pass
     return _sent(level, ordering.tie(given, ended), hop.key_shift, hop.next_rows)
-
-
-def as_passed_on(level: Level, kv: KV) -> KV:
-    """`kv` packed in one array if ranks pass keys on: kernels then read the array that is sent."""
-    return kv if level.direct else packed(kv)
 
 
 def not_before(kv: KV, done: Any) -> KV:

@@ -18,7 +18,7 @@ from ..contract.call import Call
 from ..contract.protocol import Partial
 from . import all_gather
 from .blocks import Ring, block_of, queries_of
-from .exchange import as_passed_on, exchange
+from .exchange import exchange
 from .kv import KV
 from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
@@ -68,7 +68,7 @@ def around(level: Level, body: Body) -> Body:
             now = exchange(level, hop, given, kv, ended=_computed(partial))
             return now.keys_in, body(now.kv, level.owner(owner, hop.distance), partial)
 
-        return level.run_hops(one_hop, (as_passed_on(level, given), partial), level.forward_hops)[1]
+        return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]
 
     return loop
 

@@ -8,7 +8,8 @@ import jax
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.features import Feature
-from ..contract.static_masks import wants_static_masks
+from ..contract.protocol import BlockKernel
+from ..contract.static_masks import wants_key_indices, wants_static_masks
 from ..contract.varying import align
 from ..errors import InputError
 from ..placement import axes
@@ -58,7 +59,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
     if registration is not None and registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    if registration is not None and call.reach.causal and wants_static_masks(registration.implementation()):
+    if registration is not None and call.reach.causal and _has_static_masks_only(registration.implementation()):
         # In a striped ring of groups a shard has runs of consecutive tokens, for which there is no static mask.
         striped_groups = inner < ranks and call.placement.layout == "striped"
         lacking = ("all_gather", "ulysses") if striped_groups else ("all_gather",)
@@ -67,6 +68,10 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
         why_not["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
     heads = call.query.shape[2]
     return why_not | ({"ulysses": f"{heads} query heads do not divide by {inner} ranks"} if heads % inner else {})
+
+
+def _has_static_masks_only(kernel: BlockKernel) -> bool:
+    return wants_static_masks(kernel) and not wants_key_indices(kernel)
 
 
 def run(registration: Registration, call: Call) -> Any:
