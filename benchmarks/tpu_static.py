@@ -8,6 +8,7 @@ of which 512 keys are computed at a time.
 """
 
 import argparse
+import importlib
 import importlib.util
 import os
 import re
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interleaved import ours, with_gradients
+import ringattn_tpu
+from interleaved import with_gradients
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ringattn_core import BwdParams, FwdParams
@@ -41,7 +43,8 @@ class Body(NamedTuple):
 
 def with_ours(part: int) -> Callable[..., Any]:
     sizes: dict[str, Any] = {"q_blocksize": TILE, "kv_blocksize": TILE, "extra": (("part", part),)}
-    return ours(causal=True, backend="tpu", fwd_params=FwdParams(**sizes), bwd_params=BwdParams(**sizes))
+    params = {"fwd_params": FwdParams(**sizes), "bwd_params": BwdParams(**sizes)}
+    return lambda *arrays: ringattn_tpu.ring_attention(*arrays, axis_name=(), causal=True, **params)
 
 
 def with_heads_first(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,18 +61,19 @@ def with_splash(tokens: int) -> Callable[..., Any]:
 
 
 def with_tokamax(tokens: int) -> Callable[..., Any]:
-    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
-    from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask import CausalMask
-
-    config = splash.SplashConfig(**SIZES)
-    return with_heads_first(splash.make_splash_mha_single_device(CausalMask((tokens, tokens)), config=config))
+    folder = "tokamax._src.ops.experimental.tpu.splash_attention"
+    splash, masks = (importlib.import_module(f"{folder}.splash_attention_{name}") for name in ("kernel", "mask"))
+    mask = masks.CausalMask((tokens, tokens))
+    return with_heads_first(splash.make_splash_mha_single_device(mask, config=splash.SplashConfig(**SIZES)))
 
 
 def compile_for(chip: str, attend: Callable[..., Any], tokens: int, head: int) -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
-    place = NamedSharding(Mesh(np.array(devices[:1]), ("sp",)), PartitionSpec())
-    array = jax.ShapeDtypeStruct((1, tokens, 1, head), jnp.bfloat16, sharding=place)
-    jax.jit(with_gradients(attend)).lower(*[array] * 4).compile()
+    mesh, whole = Mesh(np.array(devices[:1]), ("sp",)), PartitionSpec()
+    array = jax.ShapeDtypeStruct((1, tokens, 1, head), jnp.bfloat16, sharding=NamedSharding(mesh, whole))
+    # In the mesh the kernels know their chip.
+    step = jax.shard_map(with_gradients(attend), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    jax.jit(step).lower(*[array] * 4).compile()
 
 
 def bodies(schedule: Path) -> list[Body]:
@@ -105,11 +109,13 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=PART, help="how many keys our kernels compute at a time")
     parser.add_argument("--only", choices=("ours", "splash", "tokamax"))
     given = parser.parse_args()
-    # libtpu reads these when it is loaded. The second allows several processes to load it at a time.
+    # libtpu reads these when it is loaded: where to write schedules, and what it would ask the metadata server.
     kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     folder = Path(kept.name)
     os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "RINGATTN_TPU_INTERPRET": "1"}
+    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
+    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ["RINGATTN_TPU_INTERPRET"] = "1"  # the backend is then there on a CPU
     jax.config.update("jax_platforms", "cpu")
     programs = {"ours": lambda: with_ours(given.part), "splash": lambda: with_splash(given.tokens)}
     if importlib.util.find_spec("tokamax"):
@@ -123,7 +129,7 @@ def main() -> None:
         for schedule in sorted({*folder.glob("*[0-9]-final_bundles.txt")} - before):
             if runs := bodies(schedule):
                 kernel = re.sub(r"^\d+-|\.?\d*-\d+-final_bundles.txt$", "", schedule.name)
-                print(f"  {name}, {kernel}: {', '.join(f'{body.bundles:,}' for body in runs)}")
+                print(f"  {name}, {kernel}: {', '.join(f'{body.bundles:,}' for body in runs)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -150,4 +150,6 @@ def _both(block: Block) -> Program:
     def both(block: Block, partial: Partial, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
         return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
 
-    return both, (block, Partial(out, lse), dout, lse, lse, dq)
+    mesh = block.q.sharding.mesh  # in which the kernels know their chip
+    step = jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return step, (block, Partial(out, lse), dout, lse, lse, dq)

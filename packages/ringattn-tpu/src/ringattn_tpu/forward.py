@@ -46,8 +46,8 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _in_two_terms(block: Block) -> bool:
-    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fill a wide matrix unit."""
-    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] == LANES and wide_matrix_units()
+    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fit a wide matrix unit."""
+    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] <= LANES and wide_matrix_units()
 
 
 def _begun(given: KernelInputs, partial: Partial) -> dict[str, jax.Array]:
