@@ -14,8 +14,9 @@ def make_block(batch: int = 2, q_length: int = 41, kv_length: int = 53, heads: i
 
 
 def ranges(batch: int, heads: int, q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first and last positions `[batch, heads, q_length]` that each query sees; every seventh range is empty."""
+    """The first and last positions `[batch, heads, q_length]` that each query sees; some see no key, some see all."""
     ends = np.random.default_rng(batch + heads).integers(-9, kv_length + 9, (2, batch, heads, q_length))
     first, last = np.sort(ends, 0).astype(np.int32)
     last[..., ::7] = first[..., ::7] - 1
+    first[..., 1::7], last[..., 1::7] = -(2**31), 2**31 - 1
     return first, last

@@ -29,7 +29,8 @@ class Settings:
     """What a kernel is compiled for.
 
     `q_rows` and `kv_rows` name the integers that the kernel reads for each query and each key: `first` and `last` (the
-    positions of the first and the last key that a query sees), `position`, `index` and `segment`.
+    positions of the first and the last key that a query sees), or `first` and `span` if both are bounded (`span` is
+    `last - first`), `position`, `index` and `segment`.
     """
 
     rule: Rule
@@ -174,7 +175,10 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
 
 def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The integers of queries, `[b, n, T]`, and of keys, `[b, S]`, that some score depends on."""
-    q = {name: x for name, x in (("first", block.first), ("last", block.last)) if x is not None}
+    if block.first is not None and block.last is not None:
+        q = {"first": block.first, "span": block.last - block.first}
+    else:
+        q = {name: x for name, x in (("first", block.first), ("last", block.last)) if x is not None}
     kv: dict[str, jax.Array] = {}
     if block.slopes is not None:
         q["position"] = block.q_positions

@@ -152,15 +152,22 @@ def distance(part: Part) -> jax.Array:
 def _visible(part: Part) -> jax.Array | None:
     """Which queries see which keys of the part; `None` if the kernel reads no masks, so that all see all."""
     rows, parts = part.settings.q_rows, []
-    if "last" in rows:
+    if "span" in rows:
+        after = part.of_key("position") - part.of_query("first")
+        parts.append(_unsigned(after) <= _unsigned(part.of_query("span")))
+    elif "last" in rows:
         parts.append(part.of_key("position") <= part.of_query("last"))
-    if "first" in rows:
+    elif "first" in rows:
         parts.append(part.of_key("position") >= part.of_query("first"))
     if "segment" in rows:
         parts.append(part.of_query("segment") == part.of_key("segment"))
     if "mask_bits" in part.inputs:
         parts.append(_of_bits(part))
     return all_of(parts)
+
+
+def _unsigned(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def _of_bits(part: Part) -> jax.Array:
