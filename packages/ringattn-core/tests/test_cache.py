@@ -96,11 +96,13 @@ class TestDecoding:
                 agrees(got, expected(NEW, **options))
         assert rows == [((B, 2 * N // K, K, H), (B, S, K, H)), ((B, 2, N, H), (B, S, K, H))]
 
-    def test_a_kernel_for_few_queries_gets_them_as_they_are_and_begins_from_sinks(self) -> None:
+    def test_a_kernel_for_few_queries_gets_them_as_they_are_and_begins_from_sinks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         blocks = []
 
         class Kernel:
-            few_queries = True
+            few_queries = 2 * N // K
 
             def forward(self, block: Any, partial: Any) -> Any:
                 blocks.append((block.q.shape, block.k.shape, block.final, partial is not None))
@@ -114,7 +116,10 @@ class TestDecoding:
             for options in ({}, {"softmax_aux": SINKS}):
                 got = decode_attention(NEW, KEY, VALUE, LENGTHS, backend="mine", return_lse=True, **options)
                 agrees(got, expected(NEW, **options))
-        assert blocks == [((B, 2, N, H), (B, S, K, H), True, sinks) for sinks in (False, True)]
+            monkeypatch.setattr(Kernel, "few_queries", 2 * N // K - 1)
+            decode_attention(NEW, KEY, VALUE, LENGTHS, backend="mine", sliding_window=7)
+        assert blocks[:2] == [((B, 2, N, H), (B, S, K, H), True, sinks) for sinks in (False, True)]
+        assert [q for q, *_ in blocks[2:]] == [(B, 2 * N // K, K, H)], "more queries are rows, as for other kernels"
 
     def test_on_one_device_it_needs_no_mesh_and_takes_one_length_for_all_rows(self) -> None:
         out, lse = decode_attention(NEW[:, :1], KEY, VALUE, 9, return_lse=True)

@@ -154,6 +154,16 @@ def _without_promise(block: Block) -> Block:
     return dataclasses.replace(block, monotone=False)
 
 
+@pytest.mark.parametrize(("keys", "tile"), [(5, 8), (20, 12), (21, 24), (23, 24)])
+@pytest.mark.parametrize("options", [*STRUCTURED, {"causal": True, "sliding_window": (2, 0)}], ids=str)
+def test_tiles_that_end_with_padding_are_exact_too(options: dict[str, Any], keys: int, tile: int) -> None:
+    for ranks in ((1, 1), (2, 1)):
+        block = make("contiguous", *ranks, options).tile(0, LENGTH, 0, keys).padded_to(LENGTH, -(-keys // tile) * tile)
+        assert block.monotone and block.padded
+        got, (some, _) = tiles(block, 4, tile), by_force(block, 4, tile)
+        np.testing.assert_array_equal(np.broadcast_to(got.some, some.shape), some)
+
+
 @pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 ", "mask 9 "])
 def test_padding_keys_are_invisible_and_do_not_widen_bounds(name: str) -> None:
     name = next(known for known in RULES if known.startswith(name))

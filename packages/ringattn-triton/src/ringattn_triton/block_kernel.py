@@ -47,7 +47,7 @@ class TritonKernel:
     """Attention of one block on GPUs: every feature, heads of up to 256, and by default the same bits at every run."""
 
     candidate_configs = staticmethod(candidate_configs)
-    few_queries = True
+    few_queries = few_queries.MOST_ROWS
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         return _forward(block, partial, target())

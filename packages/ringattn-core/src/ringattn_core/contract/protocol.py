@@ -255,9 +255,10 @@ class BlockKernel(Protocol):
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
     `backward`. Three attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
-    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `few_queries = True`
-    says that few queries occupy the whole device, and that all heads of a group read a key together; for other kernels
-    `decode_attention` cuts the keys into batch rows, and turns the heads of a group into queries. A backend with this
+    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `few_queries = n`
+    says that a key head with at most `n` queries, those of all heads of its group, occupies the whole device, and that
+    they read each key together; otherwise `decode_attention` cuts the keys into batch rows, and turns the heads of a
+    group into queries. A backend with this
     kernel may declare only features in `features`.
     """
 

@@ -35,7 +35,9 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     Exact for a causal mask, for windows and chunks over consecutive positions, and for bits alone.
     """
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
-    kv_ends = _ends(_unpadded(_by_tile(block.kv_positions, kv_tile), padding), block.monotone)
+    positions = _by_tile(block.kv_positions, kv_tile)
+    # Padding repeats the last position: where positions are sorted, the last token of a tile bounds it all the same.
+    kv_ends = _ends(positions if block.monotone else _unpadded(positions, padding), block.monotone)
     first, last = (None if x is None else _of_all_heads(x, q_tile, block.monotone) for x in (block.first, block.last))
     parts = overlaps(first, last, kv_ends)
     if block.q_segments is not None and block.kv_segments is not None:

@@ -49,7 +49,7 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     elif not sharded:
         # Queries are consecutive tokens, although they have `q_positions`, which could come in any order.
         own = dataclasses.replace(own, monotone=queries.sees.monotone)
-    whole, sinks = sharded or takes_few_queries(kernel), beginning(call)
+    whole, sinks = sharded or takes_whole(kernel, own), beginning(call)
     group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
     asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
     first = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
@@ -62,9 +62,9 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     return Partial(partial.out.astype(call.query.dtype), partial.lse)
 
 
-def takes_few_queries(kernel: BlockKernel) -> bool:
-    """Whether the kernel sets `few_queries`: it then gets few queries as they are, with all keys of this rank."""
-    return getattr(kernel, "few_queries", False)
+def takes_whole(kernel: BlockKernel, block: Block) -> bool:
+    """Whether the kernel gets the queries as they are, with all keys of this rank: at most `few_queries` a key head."""
+    return block.q_length * block.group <= getattr(kernel, "few_queries", 0)
 
 
 def not_differentiable(call: Call) -> Call:
