@@ -82,7 +82,8 @@ def table(
     """
     found = seen(block, q_tile, kv_tile)
     run = block.bits is None
-    # A tile that is visited is seen by some head: ranks count on it, and turns would wait for ever without.
+    # A table without a list makes a range of each row's first to last visible tile. Ranks count only tiles that the
+    # bitmap has, so a turn that visits another tile would wait for ever. Where ranges differ by head, tiles are listed.
     by_head = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
     listed = not run or block.q_segments is not None or by_head or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
@@ -94,10 +95,10 @@ def of_bitmap(
     found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1,
     heads: int = 1, programs: int = 1,
 ) -> Table:  # fmt: skip
-    """The `Table` of the bitmap `found`, computed in one launch.
+    """The `Table` of the tiles `found`, computed in one launch.
 
     `listed` and `run` are those of `TableShape`, and the other arguments those of `table`. `ragged`: the last column
-    always needs a mask, whatever the bitmap says.
+    always needs a mask, whatever `found.full` says.
     """
     coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
     # XLA fuses the transpose with the bitmap; strided loads in the kernel would be slow.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a call, a row for each: its check, and the feature that it needs.
 
-An option has a row here, a line in the `def` of each function that takes it, and a field in `Call`, all of one name.
-The type of an array in `Call` has its axis letters, which decide its padding, its sharding and its shape.
+An option has a row here, a line in the `def` of each function that takes it, and a field, all of one name. The field of
+an array is in `Call`; its type has its axis letters, which decide its padding, its sharding and its shape. The field of
+another option is in `Call`, `Rule` or `Placement`. Two kinds of names end in `Call.of`: `causal`, `sliding_window` and
+`chunk_size` become `Call.reach` (`contract.call.REACH`), and `kv_range` becomes `kv_first` and `kv_last`.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from .checks import Sizes
 class Option:
     """One option of a call. `check(argument, value, sizes)` gives its canonical form, or raises `InputError`.
 
-    Calls that use the option need `feature`. `None` needs no check where it is the default of the field in `Call`.
+    Calls that use the option need `feature`. `None` needs no check where it is the option's default (`DEFAULTS`).
     """
 
     name: str

@@ -202,7 +202,8 @@ def is_off(option: Any) -> bool:
 ARRAYS: Final = arrays.types_of(Call)
 """The type of every array of a call, with its axis letters, by name. (`latents` and `expand_params` are lists.)"""
 REACH: Final[Mapping[str, Any]] = {"causal": False, "sliding_window": None, "chunk_size": None}
-"""The options that `Call.reach` holds, with their defaults."""
+"""The options that `Call.reach` holds, with their defaults: `sliding_window` as `left` and `right`, `chunk_size` as
+`chunk`."""
 _OWN_OPTIONS: Final = (
     *(name for name in ARRAYS if name not in ("query", "key", "value", "kv_first", "kv_last")),
     "mask_builder",

@@ -35,8 +35,8 @@ class Block:
             `first` and `last`. If both are given, a query that sees no key has the largest int32 as `first` and the
             least as `last`, and else `first <= last`, so one unsigned comparison, `position - first <= last - first`,
             tests both.
-        last: The last key position that each query sees, inclusive. For kernels with `key_indices`, which kernels of
-            `from_flash` may set, `first` and `last` are indices of the keys of this block, and so are `kv_positions`;
+        last: The last key position that each query sees, inclusive. For a kernel that sets `key_indices`, as some of
+            `from_flash` do, `first`, `last` and `kv_positions` are not positions but indices of the keys of this block;
             an end beyond the block may be any number beyond its keys.
         q_positions: The positions of queries, for ALiBi. They may come from the caller, in any order, and are below
             2^30 in magnitude: the difference of two fits int32.
@@ -141,7 +141,7 @@ class Block:
         return self._mapped(f, axes_with(Block, "T", "t"), self.q_length)
 
     def map_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> "Block":
-        """Replaces every array `x` that has a key axis `a` by `f(x, a)`."""
+        """Replaces every array `x` that has a key axis `a` by `f(x, a)`. Not `bits`, which has words of 32 keys."""
         kv = jax.tree.map(lambda x: f(x, x.ndim - 3), self.kv)
         return dataclasses.replace(self._mapped(f, axes_with(Block, "S"), self.kv_length), kv=kv)
 
@@ -254,12 +254,14 @@ class BlockKernel(Protocol):
     """Attention over one block, forward and backward. Core has the ring, derivatives, sinks, vmap, layouts and padding.
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
-    `backward`. Three attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
-    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `few_queries = n`
-    says that a key head with at most `n` queries, those of all heads of its group, occupies the whole device, and that
-    they read each key together; otherwise `decode_attention` cuts the keys into batch rows, and turns the heads of a
-    group into queries. A backend with this
-    kernel may declare only features in `features`.
+    `backward`. Three attributes are optional:
+
+    - `static_masks = True` asks for `Block.keys_from` and `Block.out`, as kernels of `from_flash` do. Blocks with a
+      rank's own keys then compile apart from other blocks.
+    - `few_queries = n` says that the kernel spreads the keys over the whole device if a key head has at most `n`
+      queries, counting those of all heads of its group, and loads each key once for all of them. `decode_attention`
+      otherwise arranges this itself: it cuts the keys into batch rows, and turns the heads of a group into queries.
+    - `features` are the only features that a backend with this kernel may declare.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

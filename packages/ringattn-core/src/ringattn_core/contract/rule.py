@@ -9,7 +9,7 @@ from ..config import BwdParams, FwdParams
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The static half of a `Block`: hashable and compared by value, so that one kernel serves all hops.
+    """What one score is, in all blocks of a call: hashable and compared by value, so that one kernel serves all hops.
 
     A field at its default means that the call does not use the option.
 

@@ -16,8 +16,9 @@ from .protocol import BIAS_FORBIDS, Block
 class Intervals(NamedTuple):
     """The first and the last key position that each query sees, and what intervals cannot say.
 
-    `first` and `last` are as in `Block`. `masks` are the masks of the call that are no intervals, which become bits.
-    `monotone`: neither end decreases where positions do not.
+    `first` and `last` are as in `Block`. `masks`, which become bits, are all masks that a `mask_builder` made, or none
+    if each of them is an interval: then `first` and `last` include them. `monotone`: neither end decreases where
+    positions do not.
     """
 
     first: Int32[Array, "b n T"] | None
@@ -37,12 +38,12 @@ def intervals(
     seen = Interval(*(x if x is None else x[:, None] for x in reach.bounds(q.positions))) & kv_range
     found = [mask.interval(q, natural) for mask in built.masks]
     ends = [x for x in found if x is not None]
-    left = built.masks if len(ends) < len(found) else ()
-    if ends and not left:
+    as_bits = built.masks if len(ends) < len(found) else ()
+    if ends and not as_bits:
         seen &= _of_heads(ends, jnp.asarray(built.of_head, jnp.int32)[head_index], q)
     known = kv_range.first is None and kv_range.last is None
-    monotone = known and (bool(left) or all(mask.monotone and mask.contains_own for mask in built.masks))
-    return Intervals(*_without_empty(seen), left, monotone)
+    monotone = known and (bool(as_bits) or all(mask.monotone and mask.contains_own for mask in built.masks))
+    return Intervals(*_without_empty(seen), as_bits, monotone)
 
 
 def _of_heads(ends: list[Interval], numbers: Int32[Array, " N"], q: Coordinates) -> Interval:

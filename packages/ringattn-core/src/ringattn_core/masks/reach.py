@@ -20,7 +20,8 @@ class Reach:
 
     Args:
         causal: A query sees no key at a later position.
-        left: A query sees at most this many positions before it; `None` is unbounded.
+        left: A query sees at most this many positions before it; `None` is unbounded. `(left, right)` is the
+            `sliding_window` of a call, or its `max_distance`.
         right: A query sees at most this many positions after it; `None` is unbounded. Negative: only keys at least so
             far before it.
         chunk: A query sees the keys of its own chunk of this many positions, none after itself; at most 2^30.

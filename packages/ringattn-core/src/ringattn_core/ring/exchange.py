@@ -79,7 +79,7 @@ def exchange(level: Level, hop: Hop, given: KV, kv: KV, ended: Any, gradients: t
 
 def first_keys(level: Level, given: KV, ended: Any) -> KV | None:
     """Sends the keys of the first hop of the backward pass, which are those of another rank."""
-    hop = level.forward_hops[0]  # it has the `given` keys, as the last hop of the backward pass
+    hop = level.forward_hops[0]  # it sends the keys of the second forward hop, which is the first backward hop
     return _sent(level, ordering.tie(given, ended), hop.key_shift, hop.next_rows)
 
 

@@ -80,17 +80,17 @@ def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.const
     `steep` is `p` before dropout times the derivative of the soft cap, with a minus sign where dropout drops the entry.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
-    bend = bent(s, F)
+    bent_product = bent(s, F)
     lse = 0.0
     if not PLAN.subtracting:
         lse = numbers_of("lse", tile.rows, tile.place, PLAN)
     if F.bias:
-        p = gl.exp2(biased(bend * F.unbend, tile.bias) * LOG2_E - lse)
+        p = gl.exp2(biased(bent_product * F.unbend, tile.bias) * LOG2_E - lse)
     elif F.distances:
         lost = lost_by_distance(tile.head, F, False)
-        p = gl.exp2(bend * FOLD - lse - (lost * LOG2_E) * _distance(tile, PLAN))
+        p = gl.exp2(bent_product * FOLD - lse - (lost * LOG2_E) * _distance(tile, PLAN))
     else:
-        p = gl.exp2(bend * FOLD - lse)
+        p = gl.exp2(bent_product * FOLD - lse)
     if MASKED:  # rows past the end have lse +inf
         UNMASKED: gl.constexpr = F.without_masks
         RAGGED: gl.constexpr = F.kv_length % PLAN.kv_tile != 0
@@ -102,7 +102,7 @@ def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.const
         p = gl.where(kept(tile.first, tile.second, F, PLAN.q_tile, True), p, -p)
     steep = p
     if F.capped:
-        steep = p * (1.0 - bend * bend)
+        steep = p * (1.0 - bent_product * bent_product)
     if F.dropout:
         p = gl.maximum(p, 0.0)
     return p, steep

@@ -12,8 +12,8 @@ from .head_tiles import tiles_of_piece
 def why_not(block: Block, constants: BlockConstants, kernel: str) -> str | None:
     """Why a Hopper kernel cannot read the bias of `block`, or `None` if it can.
 
-    For TMA the bias must have the dtype of q, one row for each query, and a multiple of eight keys. `kernel` names the
-    kernel in the reason.
+    It takes no bias in a call that also has a soft cap, ALiBi or dropout. For TMA the bias must have the dtype of q,
+    one row for each query, and a multiple of eight keys. `kernel` names the kernel in the reason.
     """
     assert block.bias is not None
     if constants.capped or constants.distances or constants.dropout:

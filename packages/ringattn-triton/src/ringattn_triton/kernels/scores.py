@@ -75,9 +75,9 @@ def biases(queries, keys, head, F: tl.constexpr):
 
 
 @triton.jit
-def scored(bend, bias, queries, keys, head, F: tl.constexpr):
+def scored(bent_product, bias, queries, keys, head, F: tl.constexpr):
     """The scores of a tile before masks, from `bent` and `biases`; they lack the factor `F.unbend` if `F.plain`."""
-    s = bend
+    s = bent_product
     if not F.plain:
         s = s * F.unbend
     if F.bias:
@@ -168,7 +168,7 @@ def backward_rows(LSE, DELTA, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, B
 
 @triton.jit
 def derivatives(
-    bend, dp, lse, delta, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
+    bent_product, dp, lse, delta, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
     KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Three results for a tile: probabilities after dropout, the gradient of the scores, and the gradient of `q k`.
@@ -176,7 +176,7 @@ def derivatives(
     The last lacks the softmax scale (`narrowed`). `dp` is `dout v`, and `lse` is in units of log2. `bias` is from
     `biases` and `keep` from `dropout.weights`; neither is read if the call does not use the option.
     """
-    s = scored(bend, bias, queries, keys, head, F)
+    s = scored(bent_product, bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
     p = tl.exp2(s * F.fold - lse)
@@ -187,7 +187,7 @@ def derivatives(
     ds = p * (dp - delta)
     dproduct = ds
     if F.capped:
-        dproduct = ds * (1.0 - bend * bend)
+        dproduct = ds * (1.0 - bent_product * bent_product)
     return dropped, ds, dproduct
 
 

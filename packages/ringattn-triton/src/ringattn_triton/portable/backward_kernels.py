@@ -97,14 +97,14 @@ def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
         keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, True)
     q_to = offset_of(start, F.heads * F.head_dim, F.wide)
     q = vectors(q_pointers + q_to, rows[:, None], dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
-    bend = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)
+    bent_product = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)
     dout_to = offset_of(start, F.heads * F.value_dim, F.wide)
     dout = vectors(
         dout_pointers + dout_to, rows[:, None], value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM
     )
     dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
     lse, delta = backward_rows(LSE, DELTA, rows, rows, F, Q_RAGGED, True)
-    dropped, _, dproduct = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False)
+    dropped, _, dproduct = derivatives(bent_product, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False)
     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
     dk = tl.dot(narrowed(dproduct, q, F), q, dk, input_precision=F.precision)
     return dk, dv
@@ -202,11 +202,11 @@ def _added_to_queries(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
         keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, False)
     at = offset_of(start, F.k_token, F.wide)
     k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
-    bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
+    bent_product = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
     at = offset_of(start, F.v_token, F.wide)
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
-    _, ds, dproduct = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED)
+    _, ds, dproduct = derivatives(bent_product, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED)
     dhead = with_per_head_gradient(dhead, ds, queries, keys, F)
     if IN_STRIPS:
         keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
