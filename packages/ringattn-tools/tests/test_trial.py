@@ -53,9 +53,9 @@ class Seen:
         shapes = {
             field.name: jax.tree.map(lambda x: (x.shape, x.dtype), getattr(block, field.name))
             for field in dataclasses.fields(block)
-            if field.name != "rule" and not isinstance(getattr(block, field.name), bool)
+            if field.name not in ("rule", "reach") and not isinstance(getattr(block, field.name), bool)
         }
-        self.blocks.append((shapes, block.rule))
+        self.blocks.append((shapes, block.rule, block.reach))
         self.params.append(block.rule.fwd_params)
         jax.debug.callback(lambda *x: self.positions.append(x), block.q_positions, block.kv_positions, ordered=True)
         partial = empty(block) if partial is None or partial.out is None else partial
@@ -83,7 +83,7 @@ def test_the_kernel_sees_the_block_that_the_engine_would_give_it(name: str) -> N
     call, ranks, real, timed = call_of(**CALLS[name]), CALLS[name].get("ranks", 1), Seen(), Seen()
 
     def on_one_rank(_: Any) -> Any:
-        return engine.run(real, dataclasses.replace(call, axis_name=("ring",) if ranks > 1 else None))
+        return engine.run(real, call.placed(axis_name=("ring",) if ranks > 1 else None))
 
     jax.eval_shape(lambda: jax.vmap(on_one_rank, axis_name="ring")(jnp.arange(ranks)))
     run(timed, of(**CALLS[name]))
