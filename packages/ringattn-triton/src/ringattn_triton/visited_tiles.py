@@ -82,7 +82,8 @@ def table(
     """
     found = seen(block, q_tile, kv_tile)
     run = block.bits is None
-    # A tile that is visited is seen by some head: ranks count on it, and turns would wait for ever without.
+    # Ranks count only tiles that some head sees. Without a list, a program also visits tiles in the gaps of a run, and
+    # turns would wait for ever for these.
     by_head = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
     listed = not run or block.q_segments is not None or by_head or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0

@@ -58,8 +58,8 @@ class Block:
         seed: The dropout seed of each row of the batch.
         rule: What one score is, such as scale and soft cap, and tile sizes.
         reach: What positions alone let a query see, for schedules: `first` and `last` already say it.
-        monotone: Positions of keys, `first` and `last` do not decrease from token to token. Tiles that see each other
-            then form runs, both of keys and of queries.
+        monotone: Positions of keys, `first` and `last` do not decrease from token to token. By these alone, the tiles
+            that a tile sees then form one run, both of keys and of queries.
         padded: Whether `padded_to` added keys.
         final: Outputs and gradients may have the dtypes of the inputs, because core neither continues, sums nor merges
             them; otherwise they must be float32.
@@ -254,12 +254,14 @@ class BlockKernel(Protocol):
     """Attention over one block, forward and backward. Core has the ring, derivatives, sinks, vmap, layouts and padding.
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
-    `backward`. Three attributes are optional. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as
-    kernels of `from_flash` do; blocks with a rank's own keys then compile apart from other blocks. `few_queries = n`
-    says that a key head with at most `n` queries, those of all heads of its group, occupies the whole device, and that
-    they read each key together; otherwise `decode_attention` cuts the keys into batch rows, and turns the heads of a
-    group into queries. A backend with this
-    kernel may declare only features in `features`.
+    `backward`. Three attributes are optional:
+
+    - `features`: a backend with this kernel may declare only these.
+    - `static_masks = True` asks for `Block.keys_from` and `Block.out`, as kernels of `from_flash` do. Blocks with a
+      rank's own keys then compile apart from other blocks.
+    - `few_queries = n`: for a key head that at most `n` queries read, counted over all heads of its group, the kernel
+      reads each key once and occupies the whole device. Without it, `decode_attention` cuts the keys into chunks, which
+      become batch rows, and the heads of a group become queries of one head.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
