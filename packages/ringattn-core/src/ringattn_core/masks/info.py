@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytree of the arrays that say which keys are visible (ids, positions, a dense mask), and their sharding."""
+"""A pytree of the arrays that say which keys are visible (ids, positions, ranges, a dense mask), and their sharding."""
 
 import dataclasses
 from collections.abc import Sequence
