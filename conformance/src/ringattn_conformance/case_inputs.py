@@ -193,7 +193,7 @@ def _positions_at(places: np.ndarray, kv: np.ndarray) -> np.ndarray:
 
 
 def _where_empty(empty: np.ndarray, first: np.ndarray, last: np.ndarray) -> Range:
-    """The ranges with empty ones where `empty`: by turns the last key is just before the first, or far before it."""
+    """The ranges, but empty ones where `empty`: by turns `last = first - 1`, or the extremes of int32."""
     far = np.arange(empty.shape[-1]) % 2 == 0
     lowest, highest = (np.where(empty & far, x, y) for x, y in ((HIGHEST, first), (LOWEST, last)))
     return lowest.astype(np.int32), np.where(empty & ~far, lowest.astype(np.int64) - 1, highest).astype(np.int32)
@@ -206,7 +206,7 @@ def numbers(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
 
 
 def spans(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
-    """A query sees the span of keys that it is in; of three unequal ones. `[T]` if all rows have the same positions."""
+    """Three unequal spans: a query sees the keys of its own span. `[T]` if all rows have the same positions."""
     rows, ends = max(len(q), len(kv)), kv.shape[1] * np.array([0, 1, 4, 6]) // 6
     span = np.searchsorted(ends[1:-1], np.minimum(_places(q, kv, rows), kv.shape[1] - 1), side="right")
     first, last = (_positions_at(ends[span + side] - side, kv) for side in (0, 1))
@@ -220,21 +220,21 @@ def prefixes(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
 
 
 def gaps(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
-    """Keys around each query, `[B, T]`, in every row others; each fifth query has an empty range."""
+    """Some keys around each query, `[B, T]`, other ones in each row; every fifth query has an empty range."""
     places, row, token = _places(q, kv, batch), np.arange(batch)[:, None], np.arange(q.shape[1])
     first, last = (_positions_at(places + reach, kv) for reach in (-16 + 5 * (row % 3), 4 + 7 * (row % 2) + token % 3))
     return _where_empty((token + row) % 5 == 2, first, last)
 
 
 def of_heads(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
-    """Keys around each query, `[b, N, T]`, for each head others; every third head has no bound on one side."""
+    """Some keys around each query, `[b, N, T]`, other ones for each head; some heads have no bound on one side."""
     places, head = _places(q, kv, max(len(q), len(kv)))[:, None], np.arange(heads)[:, None]
     first, last = (_positions_at(places + reach, kv) for reach in (-5 - 6 * (head % 4), 19 - 5 * (head % 4)))
     return np.where(head % 3 == 1, LOWEST, first), np.where(head % 6 == 2, HIGHEST, last)
 
 
 def of_rows_and_heads(q: np.ndarray, kv: np.ndarray, batch: int, heads: int) -> Range:
-    """For each row of the batch and each head others, `[B, N, T]`, and some of them empty."""
+    """Some keys around each query, `[B, N, T]`, other ones for each row and head; some ranges are empty."""
     places, token = _places(q, kv, batch)[:, None], np.arange(q.shape[1])
     row, head = np.arange(batch)[:, None, None], np.arange(heads)[:, None]
     before, after = 4 + (7 * head + 11 * row + token // 8) % 23, 3 + (5 * row + 9 * head + token // 5) % 17
@@ -300,7 +300,7 @@ OF_HEADS: Final = (masks.Predicate(_scattered), masks.Local(25, 11), masks.Causa
 
 
 def _seen_by_thirds(i: Any, j: Any, head: int) -> Any:
-    """What heads see by turns: the masks of `OF_HEADS`, of which one is an interval."""
+    """The pairs that the masks of `OF_HEADS` allow, which heads have by turns; only one of the masks is an interval."""
     seen = _scattered(i, j), (j >= i - 25) & (j <= i + 11), (j <= i) & ((j < i - 2) | (j > i + 2))
     return seen[head % 3]
 

@@ -61,6 +61,7 @@ def test_every_array_is_sharded_by_what_its_axes_mean() -> None:
         q_positions=jnp.zeros(4, jnp.int32),
         kv_positions=jnp.zeros((2, 4), jnp.int32),
         attention_mask=jnp.ones((2, 3, 4, 8), bool),
+        kv_range=(jnp.zeros((2, 4), jnp.int32), jnp.zeros((1, 3, 4), jnp.int32)),
     )
     specs = info.specs(("dp", "fsdp"), "sp", "tp")
     assert {name: getattr(specs, name) for name in given(specs)} == {
@@ -68,7 +69,10 @@ def test_every_array_is_sharded_by_what_its_axes_mean() -> None:
         "q_positions": P("sp"),
         "kv_positions": P(("dp", "fsdp"), "sp"),
         "attention_mask": P(("dp", "fsdp"), "tp", "sp", None),
+        "kv_range": (P(("dp", "fsdp"), "sp"), P(None, "tp", "sp")),
     }
+    shared = MaskInfo.from_spans(jnp.zeros((1, 4), jnp.int32), window=1)  # one row for the whole batch
+    assert shared.specs("dp", "sp").kv_range == (P(None, "sp"), P(None, "sp"))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -100,9 +100,9 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
 @tiers.core
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_begins_from_the_log_sum_exp_of_sinks(ringattn_backend: str, dtype: str):
-    """`out=None` has the weight `exp(lse)` and no value: what follows is the merge of it with the result from nothing.
+    """Continuing `Partial(None, lse)`, of weight `exp(lse)` and no value, gives its merge with the block's own result.
 
-    Of the block that comes first here, the first half of the queries sees no key.
+    In the block that comes first here, the first half of the queries sees no key.
     """
     kernel, asked = _kernel(ringattn_backend), supports(ringattn_backend, Feature.MAX_LOGITS)
     case = Case(f"from-sinks-{dtype}", causal=True, dtype=dtype, max_logits=asked).with_heads_for(ringattn_backend)

@@ -168,7 +168,7 @@ of keys, or add work to the kernels."""
 def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
     """The highest stored rates of `backend` on one such device, by bytes of the dtype and head size.
 
-    A process reads the tuning cache once, so results that it stores itself count only in later processes.
+    A process reads the files of tuning once, so results that it stores itself count only in later processes.
     """
     best: dict[tuple[int, int], Rates] = {}
     for entry in stored.entries():

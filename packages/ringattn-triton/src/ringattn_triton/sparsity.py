@@ -9,11 +9,11 @@ from ringattn_core.contract.protocol import Block
 
 
 def scattered(block: Block) -> bool:
-    """Whether a tile may visit few tiles of the other side, and tiles of one head may visit very different numbers.
+    """Whether some tiles of a head may visit few tiles of the other side, and others many, as with documents.
 
-    So it is with documents: with segment ids, or under a causal mask where the caller says which position a query sees
-    first. It is not under a window or chunks, where each tile visits about as many tiles as the next. Ranges of a call
-    that is not causal may be prefixes or spans of images, which visit about the tiles of a causal mask.
+    The block has documents if it has segment ids, or if it is causal and the caller gives the first position that each
+    query sees. Under a window or chunks, each tile visits about as many tiles as the next. Ranges of a call that is not
+    causal may be prefixes or spans of images: these visit about the tiles of a causal mask.
     """
     bounded = block.reach.left is not None or block.reach.chunk is not None
     of_caller = block.first is not None and block.reach.causal and not bounded

@@ -82,8 +82,8 @@ def table(
     """
     found = seen(block, q_tile, kv_tile)
     run = block.bits is None
-    # A table without a list makes a range of each row's first to last visible tile. Ranks count only tiles that the
-    # bitmap has, so a turn that visits another tile would wait for ever. Where ranges differ by head, tiles are listed.
+    # Ranks count only tiles that some head sees. Without a list, a program also visits tiles in the gaps of a run, and
+    # turns would wait for ever for these.
     by_head = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
     listed = not run or block.q_segments is not None or by_head or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0

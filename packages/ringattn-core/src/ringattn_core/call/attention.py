@@ -104,7 +104,7 @@ def ring_attention(
             beyond its last sees no key.
         query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`. Not
             with `q_positions`.
-        mask_info: A `MaskInfo`: segment ids, positions and a dense mask as one pytree.
+        mask_info: A `MaskInfo`: segment ids, positions, ranges and a dense mask as one pytree.
         attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths; `num_reps` is `N // K`. See `ringattn_core.masks`.

@@ -13,7 +13,8 @@ from ..masks import Coordinates, Mask
 WORD: Final = 32
 """The number of keys of a word. Key `j` has bit `j % WORD` of word `j // WORD`."""
 PAIRS_AT_ONCE: Final = 2**28
-"""A mask is evaluated for so many pairs of a query and a key at a time, as XLA might not fuse it with the packing."""
+"""The most pairs of a query and a key for which a mask is evaluated at a time: 256 MiB of booleans, where XLA does not
+fuse the mask with the packing."""
 
 
 def of_masks(
@@ -23,10 +24,10 @@ def of_masks(
     q: Coordinates,
     kv: Coordinates,
 ) -> tuple[UInt32[Array, "b m T W"] | None, Int32[Array, " N"] | None]:
-    """The sets of words that show what `masks` and the `dense` mask both show, and the number of each head's set.
+    """The sets of words of the pairs that both `masks` and the `dense` mask allow, and the number of each head's set.
 
-    `mask_of_head` has the number of each head's mask in `masks`. There are no words without masks and without a dense
-    mask, and no numbers if all heads share one set.
+    `mask_of_head` has the number of each head's mask in `masks`. The words are `None` without `masks` and `dense`, and
+    the numbers are `None` if all heads share one set.
     """
     words = None if dense is None else packed(dense)
     of_head = None if dense is None or dense.shape[1] == 1 else jnp.arange(dense.shape[1], dtype=jnp.int32)

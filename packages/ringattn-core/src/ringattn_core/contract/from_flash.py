@@ -143,7 +143,7 @@ def from_flash(
 
 
 def _optional_parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Which of the parameters that a function may have, it has; none if it is a function in C that does not say so."""
+    """Which of the parameters `first`, `last`, `causal` and `delta` a function has; none if it has no signature."""
     try:
         return frozenset(inspect.signature(function).parameters) & {*_ENDS, "causal", "delta"}
     except ValueError:
@@ -156,7 +156,7 @@ class _FlashKernel:
     flash_backward: Callable[..., Any]
     of_forward: frozenset[str]
     of_backward: frozenset[str]
-    """Which of the parameters that a function may have, the two functions have."""
+    """What `_optional_parameters` says of the two functions."""
     static_masks = True
 
     @property

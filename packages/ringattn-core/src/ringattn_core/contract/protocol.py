@@ -58,8 +58,8 @@ class Block:
         seed: The dropout seed of each row of the batch.
         rule: What one score is, such as scale and soft cap, and tile sizes.
         reach: What positions alone let a query see, for schedules: `first` and `last` already say it.
-        monotone: Positions of keys, `first` and `last` do not decrease from token to token. Tiles that see each other
-            then form runs, both of keys and of queries.
+        monotone: Positions of keys, `first` and `last` do not decrease from token to token. By these alone, the tiles
+            that a tile sees then form one run, both of keys and of queries.
         padded: Whether `padded_to` added keys.
         final: Outputs and gradients may have the dtypes of the inputs, because core neither continues, sums nor merges
             them; otherwise they must be float32.
@@ -256,12 +256,12 @@ class BlockKernel(Protocol):
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
     `backward`. Three attributes are optional:
 
+    - `features`: a backend with this kernel may declare only these.
     - `static_masks = True` asks for `Block.keys_from` and `Block.out`, as kernels of `from_flash` do. Blocks with a
       rank's own keys then compile apart from other blocks.
-    - `few_queries = n` says that the kernel spreads the keys over the whole device if a key head has at most `n`
-      queries, counting those of all heads of its group, and loads each key once for all of them. `decode_attention`
-      otherwise arranges this itself: it cuts the keys into batch rows, and turns the heads of a group into queries.
-    - `features` are the only features that a backend with this kernel may declare.
+    - `few_queries = n`: for a key head that at most `n` queries read, counted over all heads of its group, the kernel
+      reads each key once and occupies the whole device. Without it, `decode_attention` cuts the keys into chunks, which
+      become batch rows, and the heads of a group become queries of one head.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

@@ -54,8 +54,8 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
 def overlaps(first: Ends | None, last: Ends | None, keys: Ends) -> list[tuple[Any, Any]]:
     """Pairs `(some, full)` as in `Tiles`, one for each end of the intervals; they are ANDed.
 
-    For the tiles of queries, `first` and `last` have the least and the greatest of these ends; `None` is no bound. For
-    the tiles of keys, `keys` has the least and the greatest position.
+    `first` has the least and the greatest first key position of each query tile, `last` those of the last key position;
+    `None` is no bound. `keys` has the least and the greatest position of each key tile.
     """
     least, greatest = (x[..., None, :] for x in keys)
     parts = []

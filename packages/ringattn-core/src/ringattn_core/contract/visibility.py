@@ -14,11 +14,10 @@ from .protocol import BIAS_FORBIDS, Block
 
 
 class Intervals(NamedTuple):
-    """The first and the last key position that each query sees, and what intervals cannot say.
+    """The first and the last key position that each query sees, and the masks that become bits.
 
-    `first` and `last` are as in `Block`. `masks`, which become bits, are all masks that a `mask_builder` made, or none
-    if each of them is an interval: then `first` and `last` include them. `monotone`: neither end decreases where
-    positions do not.
+    `first` and `last` are as in `Block`. `masks` are all masks of the `mask_builder` if one of them is no interval, and
+    else none. `monotone`: neither end decreases where positions do not.
     """
 
     first: Int32[Array, "b n T"] | None
@@ -36,27 +35,27 @@ def intervals(
     the sequence, both of queries and of keys.
     """
     seen = Interval(*(x if x is None else x[:, None] for x in reach.bounds(q.positions))) & kv_range
-    found = [mask.interval(q, natural) for mask in built.masks]
-    ends = [x for x in found if x is not None]
-    as_bits = built.masks if len(ends) < len(found) else ()
-    if ends and not as_bits:
-        seen &= _of_heads(ends, jnp.asarray(built.of_head, jnp.int32)[head_index], q)
-    known = kv_range.first is None and kv_range.last is None
-    monotone = known and (bool(as_bits) or all(mask.monotone and mask.contains_own for mask in built.masks))
+    of_masks = [x for mask in built.masks if (x := mask.interval(q, natural)) is not None]
+    as_bits = built.masks if len(of_masks) < len(built.masks) else ()
+    if of_masks and not as_bits:
+        seen &= _of_heads(of_masks, jnp.asarray(built.of_head, jnp.int32)[head_index], q)
+    # No interval that contains the query's own position is empty: the ends of empty ones are not monotone.
+    of_call = bool(as_bits) or all(mask.monotone and mask.contains_own for mask in built.masks)
+    monotone = of_call and kv_range.first is kv_range.last is None
     return Intervals(*_without_empty(seen), as_bits, monotone)
 
 
-def _of_heads(ends: list[Interval], numbers: Int32[Array, " N"], q: Coordinates) -> Interval:
-    """The interval of each head, `[b, n, T]`, from the intervals `[b, T]` of all masks and each head's `numbers`."""
+def _of_heads(of_masks: list[Interval], mask_of_head: Int32[Array, " N"], q: Coordinates) -> Interval:
+    """The interval of each head, `[b, n, T]`, from the intervals of all masks, `[b, T]`."""
 
-    def stacked(each: list[Any], unbounded: int) -> Any:
-        if all(x is None for x in each):
+    def by_head(ends: list[Any], unbounded: int) -> Any:
+        if all(x is None for x in ends):
             return None
-        given = [jnp.full_like(q.positions, unbounded) if x is None else x for x in each]
-        joined = jnp.stack(jnp.broadcast_arrays(*given), 1)
-        return joined if len(each) == 1 else joined[:, numbers]
+        bounds = [jnp.full_like(q.positions, unbounded) if x is None else x for x in ends]
+        by_mask = jnp.stack(jnp.broadcast_arrays(*bounds), 1)
+        return by_mask if len(ends) == 1 else by_mask[:, mask_of_head]
 
-    return Interval(stacked([x.first for x in ends], INT32_MIN), stacked([x.last for x in ends], INT32_MAX))
+    return Interval(by_head([x.first for x in of_masks], INT32_MIN), by_head([x.last for x in of_masks], INT32_MAX))
 
 
 def _without_empty(seen: Interval) -> Interval:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytree of the arrays that say which keys are visible (ids, positions, a dense mask), and their sharding."""
+"""A pytree of the arrays that say which keys are visible (ids, positions, ranges, a dense mask), and their sharding."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -162,9 +162,8 @@ class MaskInfo:
 
         def spec(name: str, x: Any) -> Any:
             if name == "kv_range":
-                shapes = map(np.shape, x)
-                kinds = {2: arrays.QueryIds, 3: arrays.KeyRange}
-                return tuple(roles.spec(kinds.get(len(shape), arrays.QueryPositions), shape) for shape in shapes)
+                kinds = ((arrays.KeyRange if np.ndim(end) == 3 else arrays.QueryPositions, end) for end in x)
+                return tuple(roles.spec(kind, np.shape(end)) for kind, end in kinds)
             return roles.spec(arrays.types_of(MaskInfo)[name], x.shape)
 
         return MaskInfo(**{name: spec(name, x) for name, x in vars(self).items() if x is not None})

@@ -233,7 +233,7 @@ class _Ring:
             P(*(rows, self.names if tokens else None, *others)[: x.ndim])
             for x, tokens in zip(arrays, split, strict=True)
         )
-        # JAX does not say how automatic axes split a traced array, so they split it as they do.
+        # JAX does not say how automatic axes split a traced array: XLA decides.
         places = [over_explicit if isinstance(x, jax.core.Tracer) else placed for x in arrays]
         shards = [place(x, self.mesh, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
         return over_shards(work, (self, *options), self.mesh, specs, *shards)

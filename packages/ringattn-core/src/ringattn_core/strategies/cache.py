@@ -41,9 +41,10 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     everyone = _with_all_queries(call) if sharded else call
     ring = ring_of(kernel, everyone)
     ring, here = align((ring, everyone), axes_of(ring, everyone))
-    keys_alone = dataclasses.replace(here, kv_positions=None)
     queries = queries_of(ring, here)
-    own = block_of(ring, keys_alone, queries, KV((here.key, here.value)), ring.rank)
+    # `block_of` takes the positions of the keys of all ranks, and here each rank has those of its own keys only.
+    without_positions = dataclasses.replace(here, kv_positions=None)
+    own = block_of(ring, without_positions, queries, KV((here.key, here.value)), ring.rank)
     if here.kv_positions is not None:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:
@@ -52,11 +53,11 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
     whole, sinks = sharded or takes_whole(kernel, own), beginning(call)
     group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
     asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
-    first = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
-    asked = dataclasses.replace(asked, final=not ring.axis and chunks == 1 and first is sinks)
-    partial = merged_over(batching.forward(kernel)(asked, first), ring.axis, chunks, scattered=sharded)
+    begun = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
+    asked = dataclasses.replace(asked, final=not ring.axis and chunks == 1 and begun is sinks)
+    partial = merged_over(batching.forward(kernel)(asked, begun), ring.axis, chunks, scattered=sharded)
     partial = _with_groups_as_heads(partial, group)
-    if sinks is not None and first is None:
+    if sinks is not None and begun is None:
         partial = merged([partial, sinks])
     assert partial.out is not None
     return Partial(partial.out.astype(call.query.dtype), partial.lse)

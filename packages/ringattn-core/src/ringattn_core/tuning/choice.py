@@ -83,7 +83,7 @@ def with_parameters(registration: Registration, call: Call) -> Call:
 
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:
-    """The configuration that `ringattn-tools` chooses; without them one stored in this process, else the default."""
+    """What `ringattn-tools` chooses; without that package, a configuration stored in this process, else the default."""
     said = os.environ.get(AUTOTUNE, "").strip().lower()
     try:
         policy = tool("policy", f"{AUTOTUNE}={said}")

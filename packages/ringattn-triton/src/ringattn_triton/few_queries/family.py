@@ -14,7 +14,7 @@ from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable import schedules
-from ..portable.backward import backward as backward
+from ..portable.backward import backward as backward  # `block_kernel.Family` has one; nothing calls this one
 from ..visited_tiles import TableShape
 from .forward_kernel import forward as forward_kernel
 from .forward_kernel import merge as merge_kernel

@@ -25,9 +25,8 @@ def forward(
     The query heads of a key head share tiles of `Q_TILE` rows: the first `F.group` rows are the first query in each of
     these heads, the next are the second query, and so on. The key tiles that a tile of queries sees are cut into
     `SPLITS` equal parts, of which each program takes one; the parts of a row of the batch are neighbours in the
-    results. `FROM_LSE`: the first part begins
-    from sinks, with the log-sum-exp `LSE_BEFORE [B, N, T]`. `T` is a `visited_tiles.TableShape` without a list,
-    `SORTED` that of `_seen`.
+    results. `FROM_LSE`: the first part begins from sinks, with the log-sum-exp `LSE_BEFORE [B, N, T]`. `T` is a
+    `visited_tiles.TableShape` without a list. `SORTED`: positions of keys do not decrease.
     """
     program = tl.program_id(0)
     # Heads are neighbours in memory, and so are the programs that read them.
@@ -114,10 +113,10 @@ def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.
 def _tiles_before(
     positions, limit, LENGTH: tl.constexpr, KV_TILE: tl.constexpr, KEY: tl.constexpr, INCLUSIVE: tl.constexpr
 ):
-    """How many key tiles have key number `KEY` of the tile at a position below `limit`, or at it if `INCLUSIVE`.
+    """In how many key tiles key number `KEY` of the tile has a position below `limit`, or equal to it if `INCLUSIVE`.
 
-    Positions do not decrease. Looks at `SAMPLES` tiles first if there are more, and then at the tiles between two of
-    them.
+    Positions do not decrease, so these are the first tiles. Looks at `SAMPLES` tiles first if there are more, and then
+    at the tiles between two of them.
     """
     TILES: tl.constexpr = (LENGTH + KV_TILE - 1) // KV_TILE
     STRIDE: tl.constexpr = (TILES + SAMPLES - 1) // SAMPLES
@@ -137,7 +136,7 @@ def _before(
     positions, limit, tile, inside, LENGTH: tl.constexpr, KV_TILE: tl.constexpr, KEY: tl.constexpr,
     INCLUSIVE: tl.constexpr,
 ):  # fmt: skip
-    """How many of the tiles with numbers `tile` are counted by `_tiles_before`; those not `inside` are not."""
+    """How many of the tiles with numbers `tile` are `inside`, and `_tiles_before` counts them."""
     key = tl.minimum(tile * KV_TILE + KEY, LENGTH - 1)
     position = tl.load(positions + key, mask=inside, other=0)
     before = position <= limit if INCLUSIVE else position < limit

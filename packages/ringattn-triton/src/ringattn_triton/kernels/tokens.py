@@ -22,10 +22,10 @@ Inputs = namedtuple("Inputs", [name for name in INPUTS if name not in ("q", "k",
 class Queries(NamedTuple):
     """What a kernel loads for the queries of a tile; a field is 0 where the call's options do not need it.
 
-    `row` is a query's index in the block; past the last query it repeats the last index. `low` and `high` are the first
-    and the last key position that a query sees. `index` is the query's index in the whole sequence, and `segment` its
-    segment id. `counter`, one number for the tile, is the dropout counter of its first
-    query, or -1 if the entries of the tile do not share random draws (`dropout`).
+    `row` is a query's index in the block; past the last query it repeats the last index. `low` and `high` are `first`
+    and `last` of the block: the first and the last key position that a query sees. `index` is the query's index in the
+    whole sequence, and `segment` its segment id. `counter`, one number for the tile, is the dropout counter of its
+    first query, or -1 if the entries of the tile do not share random draws (`dropout`).
     """
 
     row: Any

@@ -22,8 +22,8 @@ def forward(
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`: one program for each query tile of each head.
 
     Programs of the last tiles, which see most keys under a causal mask, start first. `OUT_BEFORE`, `LSE_BEFORE` and
-    `MAX_BEFORE` are the partial result to continue. `FRESH`: there is no output. `FROM_LSE`: there are the others, of a
-    partial result or of sinks. `T` is a `visited_tiles.TableShape`.
+    `MAX_BEFORE` are the partial result to continue. `FRESH`: it has no output. `FROM_LSE`: it has `LSE_BEFORE`, that of
+    earlier keys or of sinks. `T` is a `visited_tiles.TableShape`.
 
     `SHARING` query heads of one key head share a tile (`Schedule.sharing`). Of its `Q_TILE` rows,
     the first `SHARING` are the first query in each of these heads, the next are the second query, and so on.
