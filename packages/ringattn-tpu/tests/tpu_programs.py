@@ -58,9 +58,10 @@ def block(devices: Sequence[Any], length: int, heads: int) -> Program:
 
 def from_sinks(devices: Sequence[Any], length: int, heads: int) -> Program:
     """The forward pass of a causal block in bfloat16 that begins from sinks and returns the largest scores."""
-    rule = Rule(softmax_scale=128**-0.5, causal=True, return_max_logits=True)
-    lse = _on(devices[0])(1, heads, length, dtype=jnp.float32)
-    return KERNEL.forward, (_block(devices[0], (1, length, heads, 128), rule), Partial(None, lse, lse))
+    put, rule = _on(devices[0]), Rule(softmax_scale=128**-0.5, return_max_logits=True)
+    causal = {"last": put(1, 1, length), "reach": Reach(causal=True), "monotone": True}
+    lse = put(1, heads, length, dtype=jnp.float32)
+    return KERNEL.forward, (_block(devices[0], (1, length, heads, 128), rule, **causal), Partial(None, lse, lse))
 
 
 def serial(devices: Sequence[Any], length: int, heads: int) -> Program:
