@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
@@ -178,6 +178,19 @@ def test_spans_and_prefixes_see_both_ways_and_else_causally(traced: bool) -> Non
     wanted = (j <= i) | (j < lengths[:, None, None]) & (i < lengths[:, None, None])
     close(ring_attention(*OPERANDS, mask_info=info), ring_attention(*OPERANDS, attention_mask=wanted[:, None]))
     assert info.specs("data", "sp").kv_range == (P(("data",), ("sp",)),) * 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_spans_may_be_made_from_ids_that_a_mesh_splits(kind: AxisType) -> None:
+    mesh, ids = mesh_of(kind, data=2, sp=4), np.repeat([[-1, 0, 1, -1, 0, 0]] * B, T // 6, 1)
+    placed = jax.device_put(jnp.asarray(ids), NamedSharding(mesh, P("data", "sp")))
+    for make in (MaskInfo.from_spans, jax.jit(MaskInfo.from_spans)):
+        got, wanted = (make(x).kv_range for x in (placed, ids))
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        close(
+            ring_attention(*OPERANDS, mask_info=MaskInfo(kv_range=got), mesh=mesh, axis_name="sp"),
+            ring_attention(*OPERANDS, mask_info=MaskInfo(kv_range=wanted)),
+        )
 
 
 def arrays_of_the_square(program: Any, size: int) -> list[str]:

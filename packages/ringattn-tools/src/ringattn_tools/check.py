@@ -207,7 +207,7 @@ def _orders(rank: _Rank) -> Iterator[Finding]:
     for name, x, fits in looks:
         if x is None or rank.ranks == 1:
             continue
-        number = _layout_of(rank, rank.whole(x), fits)
+        number = _layout_of(rank, rank.whole(x), fits, _mostly_around_own if name == "kv_range" else fits)
 
         def error(_: int, number: int, name: str = name) -> InputError:
             fact = f"its values are in the order of {LAYOUTS[number]!r}, but the call says {call.placement.layout!r}"
@@ -227,16 +227,17 @@ def _remedy(rank: _Rank, number: int) -> str:
     return f"{remedy}, or pass layout={found[0]!r}" if found else remedy
 
 
-def _layout_of(rank: _Rank, x: jax.Array, fits: Fits) -> jax.Array:
+def _layout_of(rank: _Rank, x: jax.Array, fits: Fits, fits_call: Fits | None = None) -> jax.Array:
     """The number in `LAYOUTS` of the layout in which `x [b, tokens]` is: the call's if its values fit, else another.
 
-    `len(LAYOUTS)` if the values fit no layout.
+    `len(LAYOUTS)` if the values fit no layout. `fits_call`, by default `fits`, is asked about the call's own layout.
     """
     length = x.shape[1]
     number = jnp.int32(len(LAYOUTS))
     for layout in sorted(rank.layouts(length), key=lambda layout: layout == rank.call.placement.layout):
         natural = x[:, np.argsort(rank.order(length, layout))]
-        (misfits,) = rank.agreed(~fits(natural, np.arange(length, dtype=np.int32)))
+        asked = fits_call if fits_call is not None and layout == rank.call.placement.layout else fits
+        (misfits,) = rank.agreed(~asked(natural, np.arange(length, dtype=np.int32)))
         number = jnp.where(misfits, number, LAYOUTS.index(layout))
     return number
 
@@ -271,6 +272,13 @@ def _around_own(ends: jax.Array, index: np.ndarray) -> jax.Array:
     """
     first, last = jnp.split(ends, 2)
     return jnp.all(((first <= index[None]) & (index[None] <= last)) | (first > last))
+
+
+def _mostly_around_own(ends: jax.Array, index: np.ndarray) -> jax.Array:
+    """Whether at least half of the ranges that are not empty contain the index of their query."""
+    first, last = jnp.split(ends, 2)
+    own = (first <= index[None]) & (index[None] <= last)
+    return 2 * own.sum() >= (first <= last).sum()
 
 
 def _split(rank: _Rank) -> Iterator[Finding]:

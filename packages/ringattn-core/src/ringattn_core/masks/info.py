@@ -9,12 +9,15 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
 from ..errors import InputError
 from ..integers import INT32, POSITION, Limits, as_given, as_int32, static, whole
 from ..placement import arrays, axes
 from ..placement.axes import AxisName
+from ..placement.mesh import over_explicit, sharding_of
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +125,7 @@ class MaskInfo:
             ids: The span of each token of the whole sequence in natural order, `[B, T]`; it may be traced.
             window: How many positions before itself a query sees outside its span; `None` is unbounded.
         """
-        known = _integers("ids", ids, ranks=(2,))
+        known = _whole_rows(_integers("ids", ids, ranks=(2,)))
         index = jax.lax.broadcasted_iota(jnp.int32, known.shape, 1)
         begins = jnp.pad(known[:, 1:] != known[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
@@ -167,6 +170,12 @@ class MaskInfo:
             return roles.spec(arrays.types_of(MaskInfo)[name], x.shape)
 
         return MaskInfo(**{name: spec(name, x) for name, x in vars(self).items() if x is not None})
+
+
+def _whole_rows(ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """The ids, with no explicit mesh axis over their tokens: JAX does not cut an axis that one splits."""
+    known = sharding_of(ids)
+    return over_explicit(ids, known.mesh, P(known.spec[0], None)) if isinstance(known, NamedSharding) else ids
 
 
 def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits = INT32) -> Int32[Array, "..."]:
