@@ -13,8 +13,8 @@ from ..masks import Coordinates, Mask
 WORD: Final = 32
 """The number of keys of a word. Key `j` has bit `j % WORD` of word `j // WORD`."""
 PAIRS_AT_ONCE: Final = 2**28
-"""The most pairs of a query and a key for which a mask is evaluated at a time: 256 MiB of booleans, where XLA does not
-fuse the mask with the packing."""
+"""A mask is evaluated for at most so many pairs of a query and a key at a time. As booleans, these take 256 MiB, where
+XLA does not fuse the mask with the packing."""
 
 
 def of_masks(
