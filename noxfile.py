@@ -28,6 +28,8 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pyproject.toml")))
 PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
+# What the tests share; it is never published.
+TESTING = str(ROOT / "testing")
 ANY_MACHINE = ("ringattn-core", "ringattn-xla", "ringattn-tools", "ringattn-adapters")
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ANY_MACHINE)
 BACKENDS = ("xla", "triton", "tpu")
@@ -179,10 +181,10 @@ def hosts(session: nox.Session) -> None:
 def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
     """JAX, the packages and what their tests need. Without compilers, only the packages that run on any machine."""
     if not compilers:
-        session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
+        session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"), TESTING)
         return
     pins = [requirement for name in compilers for requirement in group(name)]
-    session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)
+    session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES, TESTING)
     # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
     session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
 
@@ -227,6 +229,7 @@ def conformance(session: nox.Session, backend: str) -> None:
     session.chdir(session.create_tmp())
     if backend == BACKENDS[0] and not session.posargs:
         # One worker judges all saboteurs, in one process.
+        session.install("--no-deps", TESTING)
         own_tests = str(ROOT / "conformance" / "tests")
         session.run("pytest", own_tests, "-n", "2", "--dist", "loadfile", env=hurried(session, *NO_OPTIMISER))
     # The suite itself turns XLA's optimiser off, but for numerics: there it takes part in the arithmetic of `xla`.
@@ -272,8 +275,10 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """pyright over everything."""
-    session.install(*group("types"), *PACKAGES)
-    session.run("pyright", "--pythonpath", shutil.which("python", path=session.bin) or "python")
+    session.install(*group("types"), *PACKAGES, TESTING)
+    python = shutil.which("python", path=session.bin) or "python"
+    for settings in ("pyproject.toml", "pyright-tests.toml"):
+        session.run("pyright", "--project", settings, "--pythonpath", python)
 
 
 @nox.session

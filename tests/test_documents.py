@@ -47,8 +47,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
     assert result.returncode == 0, f"{page}:\n{result.stdout}\n{result.stderr}"
 
 
-def test_the_pictures_of_the_backward_pass_are_up_to_date():
+def test_the_pictures_of_the_backward_pass_are_up_to_date(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(ROOT / "docs")
     import kernel_pictures
 
     for name, draw in kernel_pictures.DRAWN.items():

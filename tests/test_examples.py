@@ -73,9 +73,10 @@ def test_a_recipe_of_the_cookbook_gives_the_results_of_one_device(architecture: 
 def test_a_recipe_with_expand_sends_only_the_arrays_from_which_a_rank_computes_keys_and_values(architecture: str):
     code = f"""
 import functools, json, sys
-sys.path[:0] = ["cookbook", "../packages/ringattn-core/tests"]
+sys.path.insert(0, "cookbook")
 import {architecture} as recipe
-import jax, one_device, rings
+import jax, one_device
+from ringattn_testing import rings
 mesh = rings.mesh_of(sp=4)
 place = jax.sharding.NamedSharding(mesh, jax.P(None, "sp"))
 shapes = one_device.BATCH, one_device.LENGTH, one_device.WIDTH

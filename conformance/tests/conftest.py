@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets these tests import what lies beside them, whatever the import mode, and run a small suite."""
+"""Lets these tests run a small suite in place of the real one."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from small_suites import SmallSuite
+from ringattn_testing.conformance.small_suites import SmallSuite
 
 
 @pytest.fixture

@@ -4,19 +4,19 @@
 import functools
 from collections.abc import Iterable
 
-import numpy as np
 import pytest
-from breaks import Break
-from broken_masks import GIVEN, IDS, POSITIONS, RANGES, WINDOWS
-from broken_numbers import DROPOUT, RESULTS, SCORES
-from broken_sizes import SIZES
-from broken_tiles import TILES
-from numpy_ring import Dense, OneAfterAnother, run
 from ringattn_conformance import comparison, tiers
 from ringattn_conformance.cases import ENTRIES, Case
 from ringattn_conformance.lattice import drawn, points
 from ringattn_conformance.ranks import Placement
 from ringattn_core import Feature
+from ringattn_testing.conformance.breaks import Break
+from ringattn_testing.conformance.broken_masks import GIVEN, IDS, POSITIONS, RANGES, WINDOWS
+from ringattn_testing.conformance.broken_numbers import DROPOUT, RESULTS, SCORES
+from ringattn_testing.conformance.broken_sizes import SIZES
+from ringattn_testing.conformance.broken_tiles import TILES
+from ringattn_testing.conformance.catching import catches, size
+from ringattn_testing.conformance.numpy_ring import Dense, OneAfterAnother
 
 BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | RANGES | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
 
@@ -30,22 +30,6 @@ def calls(tier: str) -> list[tuple[Case, Placement]]:
     every = (drawn(ENTRIES["mixtures"], frozenset(Feature)), points())
     mixed, named = ([(one.case, one.placement) for one in some if one.tier == tier] for some in every)
     return [*sorted(mixed, key=size), *sorted(named, key=size)]
-
-
-def size(call: tuple[Case, Placement]) -> int:
-    return call[0].batch * call[0].heads * call[0].q_length
-
-
-def catches(call: tuple[Case, Placement], kernel: Dense) -> bool:
-    """Whether a result of this kernel is beyond its tolerance."""
-    case, placement = call
-    with np.errstate(all="ignore"):
-        got = run(case, placement, kernel)
-    try:
-        comparison.check(got, case.answer, case)
-    except AssertionError:
-        return True
-    return False
 
 
 def caught(kernel: Dense, among: Iterable[tuple[Case, Placement]]) -> bool:

@@ -5,14 +5,14 @@ import functools
 
 import numpy as np
 import pytest
-from broken_values import VALUES
-from draw_release import values
-from numpy_ring import OneAfterAnother
 from ringattn_conformance import comparison, domains, tiers
 from ringattn_conformance.cases import ENTRIES
 from ringattn_conformance.lattice import Point, drawn
 from ringattn_core import Feature
-from test_broken_blocks_are_caught import catches, size
+from ringattn_testing.conformance.broken_values import VALUES
+from ringattn_testing.conformance.catching import catches, size
+from ringattn_testing.conformance.draw_release import values
+from ringattn_testing.conformance.numpy_ring import OneAfterAnother
 
 SEED = 20261126
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ringattn_conformance import cli
-from small_suites import Done, expecting, started
+from ringattn_testing.conformance.small_suites import Done, expecting, started
 
 
 def _run(folder: Path, *arguments: str) -> Done:

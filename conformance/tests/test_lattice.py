@@ -1,41 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of `cases.json`: where they run, what they have together, and that each option matters."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from ringattn_conformance import case_inputs, oracle, tiers
-from ringattn_conformance.cases import CASES, ENTRIES, NAMED, Case
-from ringattn_conformance.comparison import allowed
+from ringattn_conformance import case_inputs, tiers
+from ringattn_conformance.cases import CASES, ENTRIES, NAMED
 from ringattn_conformance.lattice import LAYOUTS, Point, calls, drawn, points, untried
 from ringattn_conformance.tiers import RINGS
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
+from ringattn_testing.conformance.draw_release import WITHOUT, matters
 
 ALL = frozenset(Feature)
 DTYPES = {Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16}
 MIXED = drawn(ENTRIES["mixtures"], ALL)
 HEAD_DIMS = (64, 21, 128, 80, 192, 96, 256)
 KEY_HEADS = ("groups of 2", "groups of 3", "no groups", "groups of 1")
-WITHOUT: dict[str, dict[str, Any]] = {
-    "causal": {"causal": False},
-    "window": {"window": None},
-    "chunk": {"chunk": None},
-    "segments": {"q_segments": None, "kv_segments": None},
-    "positions": {"q_positions": None, "kv_positions": None},
-    "ranges": {"kv_range": None},
-    "soft_cap": {"soft_cap": None},
-    "scale": {"scale": None},
-    "sinks": {"sinks": None},
-    "bias": {"bias": None},
-    "slopes": {"slopes": None},
-    "dropout": {"dropout": 0.0},
-}
-"""By option, the fields of a problem without it."""
 OPTIONS = (*(WITHOUT.keys() - {"scale"}), "builder", "dense_mask", "lse", "fused_backward")
 IMPLIED = {("causal", "chunk")}
 """A chunk is causal anyway."""
@@ -118,15 +102,6 @@ def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on
         seen |= {(name, case.dtype, place) for name in OPTIONS if getattr(case, name) for place in places}
     dtypes = [dtype.name.lower() for dtype in DTYPES]
     assert seen == set(itertools.product(OPTIONS, dtypes, [*HEAD_DIMS, *KEY_HEADS, "one rank"]))
-
-
-def matters(case: Case, option: str) -> bool:
-    """Whether a kernel that ignores the option is beyond the tolerance."""
-    problem = case.inputs.problem
-    want = oracle.attend(problem)
-    out = oracle.attend(dataclasses.replace(problem, **WITHOUT[option])).out
-    tolerance = allowed("out", case.dtype, want.out, want.largest, want.uncapped)
-    return float(np.abs(out - want.out).max()) > 5 * tolerance
 
 
 def test_an_option_that_is_ignored_beside_another_or_in_one_dtype_shows_in_the_core_tier():

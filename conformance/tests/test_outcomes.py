@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from reference_kernels import Dense
 from ringattn_conformance.cases import Case
 from ringattn_conformance.outcomes import agrees, owed
 from ringattn_conformance.ranks import Placement, place
 from ringattn_core import Backend, Block, Feature
 from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import UnsupportedFeatureError
+from ringattn_testing.conformance.reference_kernels import Dense
 
 
 @pytest.fixture(autouse=True)

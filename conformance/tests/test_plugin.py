@@ -11,7 +11,7 @@ from ringattn_conformance import plugin
 from ringattn_conformance.plugin import COUNT_FLAG
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
-from small_suites import started
+from ringattn_testing.conformance.small_suites import started
 
 CONFTEST = """
 import contextlib

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from small_suites import LETTER, SUITE, SmallSuite, expecting
+from ringattn_testing.conformance.small_suites import LETTER, SUITE, SmallSuite, expecting
 
 EVERY = [*(f"{LETTER}[{letter}]" for letter in "abc"), "test_first::test_of_the_core"]
 

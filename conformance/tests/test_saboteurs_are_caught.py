@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from reference_kernels import Dense, Tiled
 from ringattn_conformance import tiers
 from ringattn_conformance.plugin import COUNT_FLAG
-from saboteurs import REFERENCES, SABOTEURS
+from ringattn_testing.conformance import saboteurs
+from ringattn_testing.conformance.reference_kernels import Dense, Tiled
+from ringattn_testing.conformance.saboteurs import REFERENCES, SABOTEURS
 
 HERE = Path(__file__).parent
 VERDICT = re.compile(r"^VERDICT (\w+) \S*?::(.+)$", re.MULTILINE)
@@ -36,12 +37,11 @@ def _tests_of(backend: str) -> list[str]:
 def verdicts() -> dict[str, str]:
     """The verdict on every test of every backend. One process runs them: starting JAX takes longer than a test."""
     tests = [test for backend in BACKENDS for test in _tests_of(backend)]
-    command = [sys.executable, "-m", "pytest", "-p", "saboteurs", "-s", "-q", "--tb=line", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", "-p", saboteurs.__name__, "-s", "-q", "--tb=line", "-c", os.devnull]
     command += [argument for backend in BACKENDS for argument in ("--ringattn-backend", backend)]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(HERE), "--pyargs"]
     command += [f"ringattn_conformance.suite.{test}" for test in tests]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
     # The saboteurs import JAX before any plugin could ask for devices.
     flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT_FLAG)]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{COUNT_FLAG}={tiers.RINGS[-1]}"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from ringattn_conformance import tiers
-from saboteurs import SABOTEURS
-from small_suites import started
+from ringattn_testing.conformance.saboteurs import SABOTEURS
+from ringattn_testing.conformance.small_suites import started
 
 NODE = re.compile(r"suite/(\w+)\.py::(.+)$", re.MULTILINE)
 

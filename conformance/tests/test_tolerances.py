@@ -3,11 +3,11 @@
 
 import numpy as np
 import pytest
-from numpy_ring import OneAfterAnother, run
 from ringattn_conformance import comparison
 from ringattn_conformance.cases import Case
 from ringattn_conformance.oracle import attend
 from ringattn_conformance.ranks import Placement
+from ringattn_testing.conformance.numpy_ring import OneAfterAnother, run
 
 
 def test_the_table_is_that_of_the_specification():

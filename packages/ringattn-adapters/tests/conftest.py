@@ -2,12 +2,8 @@
 """Setup of the tests of the adapters: no setting of the shell."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # `nox -s hosts` installs the released libraries.
 collect_ignore = [] if importlib.util.find_spec("levanter") else ["test_released_hosts.py"]

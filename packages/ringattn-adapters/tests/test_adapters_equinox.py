@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import agree, mesh
 from ringattn_adapters.equinox import RingMultiheadAttention
 from ringattn_core import MaskInfo, errors, from_layout, to_layout
+from ringattn_testing.agreement import agree, mesh
 
 B, T, C, N = 2, 16, 32, 4
 KEY = jax.random.key(0)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import agree, mesh, normal
 from flax import nnx
 from ringattn_adapters.flax import ring_attention_fn
 from ringattn_core import errors
+from ringattn_testing.agreement import agree, mesh, normal
 
 B, T, C, N = 2, 16, 32, 4
 X = jax.random.normal(jax.random.key(0), (B, T, C))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import normal
 from jax.sharding import PartitionSpec as P
 from ringattn_adapters import easydel, haliax, jax_linear_attention, keras, levanter, maxtext
 from ringattn_core import errors, from_layout, to_layout
+from ringattn_testing.agreement import normal
 
 B, T, K, G, H = 2, 32, 2, 2, 8
 SIZES = {"batch": B, "position": T, "key_position": T, "kv_head": K, "group": G, "head_size": H}

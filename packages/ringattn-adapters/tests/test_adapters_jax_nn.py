@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import agree, mesh, normal
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_adapters.jax_nn import dot_product_attention
 from ringattn_core import MaskInfo, errors, from_layout, to_layout
+from ringattn_testing.agreement import agree, mesh, normal
 
 B, T, S, N, K, H = 2, 16, 16, 4, 2, 8
 LENGTHS = jnp.array([16, 11], jnp.int32)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Setup of the tests of core: annotated shapes and dtypes are checked at run time, in the modules that compute."""
 
-import sys
-from pathlib import Path
-
 import hypothesis
 import jaxtyping
 import pytest
@@ -16,7 +13,6 @@ COMPUTING = (
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")
 hypothesis.settings.register_profile("promises", derandomize=True, deadline=None, database=None, max_examples=60)
 hypothesis.settings.load_profile("promises")
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

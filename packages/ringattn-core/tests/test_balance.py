@@ -15,7 +15,7 @@ from ringattn_core import Backend, Feature, per_shard, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import Shards
-from rings import close, graded, mesh_of, query_key_value
+from ringattn_testing.rings import close, graded, mesh_of, query_key_value
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 OPERANDS = QUERY, KEY, VALUE = query_key_value(B, T, N, K)

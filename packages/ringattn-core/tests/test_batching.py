@@ -11,7 +11,7 @@ import pytest
 from ringattn_core import Backend, Feature, Gradients, Partial, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.contract.merge import empty
-from rings import close, differentiated, drawn, graded, mesh_of
+from ringattn_testing.rings import close, differentiated, drawn, graded, mesh_of
 
 V, B, T, N, H = 3, 2, 6, 2, 4
 

@@ -25,9 +25,9 @@ from ringattn_core.call.cache import bytes_to_send
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 from ringattn_core.strategies import cache
+from ringattn_testing.rings import close, drawn, graded, mesh_of
+from ringattn_testing.traced_calls import forget_traced_calls
 from ringattn_xla.block import KERNEL as XLA
-from rings import close, drawn, graded, mesh_of
-from traced_calls import forget_traced_calls
 
 B, T, S, N, K, H, HV = 2, 24, 48, 4, 2, 8, 6
 CHUNK, KEY, VALUE = drawn((B, T, N, H), (B, S, K, H), (B, S, K, HV))

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Gradients, Partial, masks, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import KernelError
+from ringattn_testing.rings import close, mesh_of
 from ringattn_xla.block import XlaKernel
-from rings import close, mesh_of
 
 EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=frozenset(Feature))
 

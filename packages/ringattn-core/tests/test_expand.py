@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import remat_policy, ring_attention
 from ringattn_core.errors import InputError
-from rings import close, graded, in_order_of, mesh_of, sent
+from ringattn_testing.rings import close, graded, in_order_of, mesh_of, sent
 
 B, T, N, K, H, LATENT, ROPE = 2, 48, 4, 4, 8, 6, 2
 KEYS = jax.random.split(jax.random.key(0), 5)

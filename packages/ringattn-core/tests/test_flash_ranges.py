@@ -15,9 +15,9 @@ from ringattn_core import Backend, Feature, MaskInfo, from_flash, masks, ring_at
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract.from_flash import FEATURES, FEATURES_OF_RANGES
 from ringattn_core.errors import BackendLoadError, InputError, UnsupportedFeatureError
-from rings import close, drawn, graded, in_order_of, mesh_of
-from test_from_flash import attended, delta_of, gradients
-from traced_calls import forget_traced_calls
+from ringattn_testing.flash import attended, delta_of, gradients
+from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of
+from ringattn_testing.traced_calls import forget_traced_calls
 
 B, T, N, K = 2, 48, 4, 2
 CALLS: list[tuple[int, int, bool]] = []

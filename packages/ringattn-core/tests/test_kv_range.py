@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
 from ringattn_core.masks import Causal, Document, Local, Predicate, Prefix
-from rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 LEAST, MOST = -(2**31), 2**31 - 1

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, to_layout
 from ringattn_core.errors import InputError, MeshError
-from rings import mesh_of
+from ringattn_testing.rings import mesh_of
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 LAYOUTS = ["zigzag", "striped"]

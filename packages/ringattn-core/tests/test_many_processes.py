@@ -13,9 +13,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import ring_process
+from ringattn_testing import ring_process
 
-CHILD = Path(ring_process.__file__)
 # Seconds that a test waits for a child; it then kills all of them.
 PATIENCE = 200
 HEARTBEAT = 6
@@ -35,7 +34,7 @@ def started(job: str, last: list[str], tmp_path: Path) -> Iterator[list[subproce
     port, count, children = free_port(), str(len(last)), []
     try:
         for process, argument in enumerate(last):
-            command = [sys.executable, str(CHILD), job, port, count, str(process), argument]
+            command = [sys.executable, "-m", ring_process.__name__, job, port, count, str(process), argument]
             with log_of(process, tmp_path).open("w") as log:
                 children.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path))
         yield children

@@ -21,7 +21,7 @@ from ringattn_core.masks import (
     Predicate,
     Prefix,
 )
-from rings import close, mesh_of, query_key_value
+from ringattn_testing.rings import close, mesh_of, query_key_value
 
 LENGTH = 24
 IDS = np.repeat([0, 1, 0, 2, -1], [5, 7, 4, 5, 3])

@@ -14,7 +14,7 @@ from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
 from ringattn_core.placement.layout import Shards
 from ringattn_core.ring.plan import rows_seen
-from rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 DOCUMENTS = [[5, 10, 3, 9, 10, 8], [10, 10, 10, 10]]

@@ -15,7 +15,7 @@ from ringattn_core import Backend, Feature, Partial, from_flash, remat_policy, r
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract.merge import merge
 from ringattn_core.errors import BackendLoadError, InputError, KernelError
-from rings import close, graded, mesh_of, query_key_value
+from ringattn_testing.rings import close, graded, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 QUERY, KEY, VALUE = query_key_value(B, T, N, K)

@@ -15,7 +15,7 @@ from ringattn_core import ring_attention, to_layout
 from ringattn_core.contract.merge import merge, merged_over
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.errors import InputError
-from rings import close, differentiated, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import close, differentiated, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, H = 2, 3, 2, 4
 INF = np.float32(np.inf)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import remat_policy, ring_attention
 from ringattn_core.errors import MeshError
-from rings import close, differentiated, graded, query_key_value
+from ringattn_testing.rings import close, differentiated, graded, query_key_value
 
 N, K = 4, 2
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

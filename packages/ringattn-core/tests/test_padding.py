@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
+from ringattn_testing.rings import close, graded, mesh_of, query_key_value
 from ringattn_xla.block import XlaKernel
-from rings import close, graded, mesh_of, query_key_value
 
 LENGTH, BAD = 12, 5
 

@@ -13,7 +13,7 @@ from ringattn_core import masks, ring_attention
 from ringattn_core.call import sharding
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError
-from rings import close, drawn, graded, in_order_of, mesh_of
+from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of
 
 B, T, S, N, K, H = 2, 24, 48, 4, 2, 8
 OPERANDS = QUERY, KEY, VALUE = drawn((B, T, N, H), (B, S, K, H), (B, S, K, H))

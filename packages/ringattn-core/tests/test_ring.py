@@ -15,8 +15,8 @@ from ringattn_core import ring_attention
 from ringattn_core.contract import ordering
 from ringattn_core.errors import DerivativeError
 from ringattn_core.ring import plan
-from rings import close, differentiated, mesh_of, query_key_value
-from traced_calls import bodies, order_of
+from ringattn_testing.rings import close, differentiated, mesh_of, query_key_value
+from ringattn_testing.traced_calls import bodies, order_of
 
 
 def arrays(length: int) -> list[jax.Array]:

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ringattn_core import ring_attention
 from ringattn_core.contract import ordering
 from ringattn_core.ring import plan
-from rings import close, graded, in_order_of, mesh_of, query_key_value
-from traced_calls import bodies, equations, forget_traced_calls, order_of
+from ringattn_testing.rings import close, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.traced_calls import bodies, equations, forget_traced_calls, order_of
 
 SPEC = PartitionSpec(None, ("outer", "inner"))
 

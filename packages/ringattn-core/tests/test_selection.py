@@ -19,7 +19,7 @@ from ringattn_core.errors import (
     NoBackendError,
     UnsupportedFeatureError,
 )
-from rings import warnings
+from ringattn_testing.rings import warnings
 
 CAUSAL, BIAS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS})
 ALL = frozenset(Feature)

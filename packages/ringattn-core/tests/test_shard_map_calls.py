@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import masks, ring_attention
 from ringattn_core.errors import InputError, MeshError
-from rings import close, graded, mesh_of, query_key_value
+from ringattn_testing.rings import close, graded, mesh_of, query_key_value
 
 B, T, N, K = 2, 16, 4, 2
 TOKENS = P("dp", "sp", "tp")

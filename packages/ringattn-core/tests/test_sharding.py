@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, per_shard, ring_attention
 from ringattn_core.call import sharding
 from ringattn_core.errors import DerivativeError, InputError, MeshError
-from rings import close, mesh_of, query_key_value
+from ringattn_testing.rings import close, mesh_of, query_key_value
 
 N, K = 4, 2
 

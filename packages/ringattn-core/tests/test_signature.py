@@ -21,7 +21,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.call import DEFAULTS
 from ringattn_core.contract.signature import mismatch
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
-from rings import query_key_value
+from ringattn_testing.rings import query_key_value
 
 EJKERNEL = (
     "query, key, value, q_segment_ids, kv_segment_ids, softmax_aux, bias, mask_builder, sliding_window, chunk_size, "

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Gradients, Partial, merging, ring_attention
 from ringattn_core.backends.discovery import registered
+from ringattn_testing.rings import close, drawn, graded, mesh_of
 from ringattn_xla.block import XlaKernel
-from rings import close, drawn, graded, mesh_of
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 SINKS = jnp.asarray([[0.5, -1.0], [-jnp.inf, 2.0], [-jnp.inf, -jnp.inf], [40.0, -40.0]])

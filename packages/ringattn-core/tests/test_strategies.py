@@ -16,8 +16,8 @@ from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.contract import packing
 from ringattn_core.strategies.run import strategy_of
-from rings import mesh_of, query_key_value
-from traced_calls import forget_traced_calls
+from ringattn_testing.rings import mesh_of, query_key_value
+from ringattn_testing.traced_calls import forget_traced_calls
 
 # Together the cases use every option that a strategy moves between ranks.
 MASKS = Case(

@@ -16,8 +16,8 @@ from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import InputError, UnsupportedFeatureError
 from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import of_call
-from rings import close, differentiated, graded, mesh_of, query_key_value
-from traced_calls import forget_traced_calls
+from ringattn_testing.rings import close, differentiated, graded, mesh_of, query_key_value
+from ringattn_testing.traced_calls import forget_traced_calls
 
 OTHERS = ("all_gather", "ulysses")
 COLLECTIVE = re.compile(r" (all-gather|reduce-scatter|all-to-all|collective-permute|all-reduce)(?:-start)?\(")

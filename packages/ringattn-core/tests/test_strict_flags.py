@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from ringattn_core import decode_attention, masks, prefill_attention, ring_attention
 from ringattn_core.call.cache import SENT
-from rings import mesh_of, query_key_value
+from ringattn_testing.rings import mesh_of, query_key_value
 
 B, T, N, K = 2, 32, 4, 2
 LENGTHS = jnp.array([32, 19], jnp.int32)

@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_blocks import seeing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
 from ringattn_core.placement.layout import LAYOUTS, Shards
+from ringattn_testing.random_blocks import seeing
 
 RANKS, LENGTH, BATCH, HEADS = 3, 24, 2, 2
 DRAW = np.random.default_rng(11)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, halo, layout_batch, shift, to_layout, write_cache
 from ringattn_core.errors import InputError, MeshError
 from ringattn_core.placement.layout import LAYOUTS
-from rings import mesh_of
+from ringattn_testing.rings import mesh_of
 
 B, T, C = 2, 48, 2
 DRAW = np.random.default_rng(0)

@@ -22,9 +22,9 @@ from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.ring import engine
 from ringattn_core.tuning import choice, forget, overlay
 from ringattn_core.tuning.problem import of_call
+from ringattn_testing.rings import warnings
+from ringattn_testing.traced_calls import forget_traced_calls
 from ringattn_tools import policy, search, tuned_files
-from rings import warnings
-from traced_calls import forget_traced_calls
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig

@@ -4,15 +4,12 @@
 import fcntl
 import json
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 os.environ["RINGATTN_TPU_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

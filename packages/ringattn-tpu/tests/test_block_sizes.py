@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.errors import InputError
+from ringattn_testing.tpu.blocks import make_block
 from ringattn_tpu import block_sizes, steps
 from ringattn_tpu.block_sizes import Sizes
-from tpu_blocks import make_block
 
 
 def shaped(length: int, **options: Any) -> Block:

@@ -4,32 +4,32 @@
 from typing import Any
 
 import pytest
-from tpu_budgets import PEAK, VMEM, over
-from tpu_programs import CHIPS
-from tpu_reports import Permute, Report, compiled
+from ringattn_testing.tpu.budgets import PEAK, VMEM, over
+from ringattn_testing.tpu.programs import CHIPS
+from ringattn_testing.tpu.reports import Permute, Report, compiled
 
 pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install libtpu")
 
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "forward": ("tpu_programs:ring", {"length": 4096, "heads": 4}),
-    "gradients": ("tpu_programs:ring", {"length": 4096, "heads": 4, "backward": True}),
-    "one pass": ("tpu_programs:block", {"length": 4096, "heads": 2}),
-    "two passes": ("tpu_programs:block", {"length": 16384, "heads": 1}),
+    "forward": ("programs:ring", {"length": 4096, "heads": 4}),
+    "gradients": ("programs:ring", {"length": 4096, "heads": 4, "backward": True}),
+    "one pass": ("programs:block", {"length": 4096, "heads": 2}),
+    "two passes": ("programs:block", {"length": 16384, "heads": 1}),
 }
 # They take the compiler longer than all others: the first is compiled for the oldest and the newest chip, each other
 # one for one of them.
 WITH_EVERYTHING: dict[str, tuple[str, dict[str, Any]]] = {
-    "everything": ("tpu_programs:everything", {"length": 120}),
-    "everything in float32": ("tpu_programs:everything", {"length": 120, "dtype": "float32", "broadcast": True}),
-    "from sinks": ("tpu_programs:from_sinks", {"length": 2048, "heads": 1}),
-    "all but dropout, in longer tiles": ("tpu_programs:everything", {"length": 2000, "dropout": 0.0}),
+    "everything": ("programs:everything", {"length": 120}),
+    "everything in float32": ("programs:everything", {"length": 120, "dtype": "float32", "broadcast": True}),
+    "from sinks": ("programs:from_sinks", {"length": 2048, "heads": 1}),
+    "all but dropout, in longer tiles": ("programs:everything", {"length": 2000, "dropout": 0.0}),
 }
 OF_CHIP = {
     "v5e": ("everything", "from sinks", "all but dropout, in longer tiles"),
     "7x": ("everything", "everything in float32"),
 }
 RINGS = ("forward", "gradients")
-SERIAL: dict[str, tuple[str, dict[str, Any]]] = {"serial": ("tpu_programs:serial", {"length": 2048, "heads": 4})}
+SERIAL: dict[str, tuple[str, dict[str, Any]]] = {"serial": ("programs:serial", {"length": 2048, "heads": 4})}
 HOPS = {"v5e": 4, "v5p": 4, "v6e": 4, "7x": 8}
 
 

@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Partial
+from ringattn_testing.tpu.blocks import make_block
 from ringattn_tpu.block import KERNEL
 from ringattn_xla.block import KERNEL as XLA
-from tpu_blocks import make_block
 
 BLOCK = make_block(1, 128, 128, causal=True)
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Partial
+from ringattn_testing.tpu.blocks import make_block
 from ringattn_tpu import forward
-from tpu_blocks import make_block
 
 
 @pytest.mark.parametrize("head", [128, 40])

@@ -5,7 +5,7 @@ Memory that nobody wrote is NaN there, reads out of bounds raise, and transfers 
 """
 
 import pytest
-from tpu_simulated import CASES, FAULTS, simulated
+from ringattn_testing.tpu.simulated import CASES, FAULTS, simulated
 
 TOLERANCE = 2e-5
 HALVES = (tuple(CASES)[::2], tuple(CASES)[1::2])

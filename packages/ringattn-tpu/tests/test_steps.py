@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import tiles
+from ringattn_testing.tpu.blocks import make_block
 from ringattn_tpu import block_sizes
 from ringattn_tpu import steps as listing
 from ringattn_tpu.steps import MASKED, PAIRED, Steps
-from tpu_blocks import make_block
 
 TILE = 16
 # One document in the first row, so that most of its tiles need no mask; three in the second.

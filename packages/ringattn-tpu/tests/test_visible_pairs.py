@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_blocks import random_ids
-from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.masks import Numpy
+from ringattn_testing.random_blocks import random_ids
+from ringattn_testing.random_blocks import random_mask as dense_mask
+from ringattn_testing.tpu.blocks import make_block, ranges
 from ringattn_tpu.block import KERNEL
 from ringattn_xla.block import KERNEL as REFERENCE
-from tpu_blocks import make_block, ranges
 
 BATCH, Q_LENGTH, KV_LENGTH, HEADS = 2, 150, 300, 4
 TOLERANCE = 2e-5

@@ -5,8 +5,5 @@
 """
 
 import os
-import sys
-from pathlib import Path
 
 os.environ["RINGATTN_TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))

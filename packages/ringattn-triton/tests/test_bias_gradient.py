@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_reports import launches
-from given_blocks import after_bias_sums, bias, make_block, near, with_option
 from ringattn_core.contract.protocol import Block
+from ringattn_testing.triton.compile_reports import launches
+from ringattn_testing.triton.given_blocks import after_bias_sums, bias, make_block, near, with_option
+from ringattn_testing.triton.gradients import backward, check, given_to
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.portable import bias_gradient
-from test_backward import backward, check, given_to
 
 SHAPES = [(1, 1, 1), (2, 1, 40), (1, 4, 40), (2, 4, 1)]
 

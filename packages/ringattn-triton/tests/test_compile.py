@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_budgets import CUDA, ROCM, SHARED, allowed
-from compile_reports import Report, for_amd, launches, of_lowered
-from given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block, ranges
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.masks import Local
+from ringattn_testing.triton.compile_budgets import CUDA, ROCM, SHARED, allowed
+from ringattn_testing.triton.compile_reports import Report, for_amd, launches, of_lowered
+from ringattn_testing.triton.given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block, ranges
 from ringattn_triton import block_kernel
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import family

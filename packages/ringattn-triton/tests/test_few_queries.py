@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 import triton.language as tl
-from compile_reports import launches, of_lowered
-from given_blocks import SLOPES, TOLERANCE, dense_mask, half_bias, ids, make_block, near
 from ringattn_core import decode_attention
 from ringattn_core.contract.protocol import Block, Partial
+from ringattn_testing.triton.compile_reports import launches, of_lowered
+from ringattn_testing.triton.given_blocks import SLOPES, TOLERANCE, dense_mask, half_bias, ids, make_block, near
 from ringattn_triton.block_kernel import KERNEL, _forward
 from ringattn_triton.few_queries import family, forward_kernel
 from ringattn_triton.launch import compiling_for

@@ -8,10 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import RANGES, TOLERANCE, dense_mask, ids, make_block, mask_in_tiles, near, ranges, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
+from ringattn_testing.triton.given_blocks import (
+    RANGES,
+    TOLERANCE,
+    dense_mask,
+    ids,
+    make_block,
+    mask_in_tiles,
+    near,
+    ranges,
+    with_option,
+)
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL, _forward
 from ringattn_triton.launch.target import Target, target

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from compile_reports import launches
-from given_blocks import (
+from ringattn_core import ring_attention
+from ringattn_core.config import FwdParams
+from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.visibility import visible
+from ringattn_testing.triton.compile_reports import launches
+from ringattn_testing.triton.given_blocks import (
     OPTIONS,
     SEEDS,
     SLOPES,
@@ -24,10 +28,6 @@ from given_blocks import (
     near,
     with_option,
 )
-from ringattn_core import ring_attention
-from ringattn_core.config import FwdParams
-from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.visibility import visible
 from ringattn_triton.block_kernel import _forward
 from ringattn_triton.hopper import family, plans
 from ringattn_triton.launch import compiling_for

@@ -3,25 +3,11 @@
 
 import numpy as np
 import pytest
-import small_kernels
-from ringattn_triton.interpreter.programs import run
-from ringattn_triton.launch.kernel_call import KernelCall
+from ringattn_testing.triton import small_kernels
+from ringattn_testing.triton.interpreting import interpret, some
 
 # What 64 terms summed in float32, in whatever order this processor's BLAS takes them, stay far below.
 FLOAT32_SUM = 2**-20
-
-
-def interpret(kernel, operands, outputs, grid=(1,), aliases=None, **constants):
-    """The outputs, given by shape and dtype, of one launch."""
-    arrays = [np.zeros(shape, dtype) for shape, dtype in outputs]
-    aliased, constants = tuple((aliases or {}).items()), tuple(constants.items())
-    call = KernelCall(kernel, (), grid, 4, 1, aliased, kernel.__name__, constants, None, 1)
-    run(call, [np.asarray(x) for x in operands], arrays)
-    return arrays
-
-
-def some(dtype, size=256, seed=0):
-    return (np.random.default_rng(seed).standard_normal(size) * 4).astype(dtype)
 
 
 def error_of_product(got, a, b):

@@ -7,8 +7,8 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-import small_gluon_kernels as kernels
-from test_interpreter import interpret, some
+from ringattn_testing.triton import small_gluon_kernels as kernels
+from ringattn_testing.triton.interpreting import interpret, some
 
 ROWS, TILE, DIM = kernels.ROWS.value, kernels.TILE.value, kernels.DIM.value
 HALVES = (np.float16, ml_dtypes.bfloat16)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_kernels
-from compile_reports import launches
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
 from ringattn_core.masks import Causal, Document, Local, Predicate, Prefix
+from ringattn_testing.triton import small_kernels
+from ringattn_testing.triton.compile_reports import launches
 from ringattn_triton.launch import compiled, compiling_for, disk_cache, launch
 from ringattn_triton.launch.compiled import compile_kernel
 from ringattn_triton.launch.target import capability, interpreting

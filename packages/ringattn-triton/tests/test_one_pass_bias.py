@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_reports import launches
-from given_blocks import after_bias_sums, bias, forbidding, make_block, with_option
-from given_blocks import half_bias as half
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
 from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_testing.triton.compile_reports import launches
+from ringattn_testing.triton.given_blocks import after_bias_sums, bias, forbidding, make_block, with_option
+from ringattn_testing.triton.given_blocks import half_bias as half
+from ringattn_testing.triton.one_pass import HALF, computed, launched, prepared, within_budget
 from ringattn_triton import block_kernel
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import Target
-from test_one_pass import HALF, computed, launched, prepared, within_budget
 
 OPTIONS = (
     "plain", "causal", "window", "causal segments", "padding", "positions", "ranges of heads in segments",

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from given_blocks import make_block
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.errors import InputError
 from ringattn_core.tuning import Problem
+from ringattn_testing.triton.given_blocks import make_block
 from ringattn_triton import kernel_inputs
 from ringattn_triton.launch.target import Target
 from ringattn_triton.portable import schedules

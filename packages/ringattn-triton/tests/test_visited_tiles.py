@@ -6,10 +6,10 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given_blocks import make_block
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
+from ringattn_testing.triton.given_blocks import make_block
 from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from random_blocks import make_block
 from ringattn_core import ring_attention
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
+from ringattn_testing.random_blocks import make_block
 from ringattn_xla.block import KERNEL
 from ringattn_xla.plugin import BACKEND
 

@@ -6,9 +6,23 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, always, bfloat16, changed, dtype, float16, half, has, in_dtype, masked, wrong_in
-from numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window, within
 from ringattn_conformance.cases import DTYPES
+
+from ringattn_testing.conformance.breaks import (
+    Break,
+    Condition,
+    always,
+    bfloat16,
+    changed,
+    dtype,
+    float16,
+    half,
+    has,
+    in_dtype,
+    masked,
+    wrong_in,
+)
+from ringattn_testing.conformance.numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window, within
 
 Ids = Callable[[Any, Any], Any]
 

@@ -4,8 +4,9 @@
 from typing import Any
 
 import numpy as np
-import random_blocks
 from ringattn_core.contract.protocol import Block
+
+from ringattn_testing import random_blocks
 
 
 def make_block(batch: int = 2, q_length: int = 41, kv_length: int = 53, heads: int = 2, **fields: Any) -> Block:

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import random_blocks
 from jax.extend.core import Literal
-from random_blocks import random_ids as ids
-from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Causal, Numpy, Prefix
+
+from ringattn_testing import random_blocks
+from ringattn_testing.random_blocks import random_ids as ids
+from ringattn_testing.random_blocks import random_mask as dense_mask
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from reference_kernels import Dense, Gathered, Gathering, of_pairs
 from ringattn_core import Block, Gradients, Partial
 from ringattn_core.contract.bits import packed
 from ringattn_core.masks.reach import INT32_MAX, INT32_MIN, moved
+
+from ringattn_testing.conformance.reference_kernels import Dense, Gathered, Gathering, of_pairs
 
 Change = Callable[[Block], Block]
 Bound = Callable[[jax.Array], Any]

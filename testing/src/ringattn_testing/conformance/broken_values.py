@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from breaks import changed, masked, wrong_in
-from broken_masks import first_keys
-from broken_numbers import cut, of_bias, of_gradients, of_kept, of_results
-from numpy_ring import Block, Dense, coordinates, finite
 from ringattn_conformance.cases import DTYPES, Case
+
+from ringattn_testing.conformance.breaks import changed, masked, wrong_in
+from ringattn_testing.conformance.broken_masks import first_keys
+from ringattn_testing.conformance.broken_numbers import cut, of_bias, of_gradients, of_kept, of_results
+from ringattn_testing.conformance.numpy_ring import Block, Dense, coordinates, finite
 
 When = Callable[[Case], Any]
 

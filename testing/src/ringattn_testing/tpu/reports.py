@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, Self
 
 _ENVIRONMENT: Final = {
@@ -66,10 +65,9 @@ class Report:
 
 
 def compiled(topology: str, programs: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Report]:
-    """A report on each program: `"module:function"`, and the options of that function."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path}
-    command = [sys.executable, __file__, topology, json.dumps(programs)]
+    """A report on each program: `"module of this package:function"`, and the options of that function."""
+    environment = {**os.environ, **_ENVIRONMENT}
+    command = [sys.executable, "-m", __name__, topology, json.dumps(programs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"compiling for {topology} failed: {done.stderr[-4000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
@@ -84,7 +82,7 @@ def _compile(topology: str, programs: Mapping[str, tuple[str, Mapping[str, Any]]
     found: dict[str, Any] = {}
     for name, (builder, options) in programs.items():
         module, _, function = builder.partition(":")
-        step, arrays = getattr(importlib.import_module(module), function)(devices, **options)
+        step, arrays = getattr(importlib.import_module(f"{__package__}.{module}"), function)(devices, **options)
         found[name] = of(jax.jit(step).lower(*arrays).compile()).as_dict()
     return found
 

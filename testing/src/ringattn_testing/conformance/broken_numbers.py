@@ -6,10 +6,22 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, always, bfloat16, changed, dtype, float16, half, has, wrong_in
-from numpy_ring import Block, Dense, coordinates, finite, log_sum_exp, summed_to
 from ringattn_conformance.cases import DTYPES
 from ringattn_conformance.oracle import per_pair
+
+from ringattn_testing.conformance.breaks import (
+    Break,
+    Condition,
+    always,
+    bfloat16,
+    changed,
+    dtype,
+    float16,
+    half,
+    has,
+    wrong_in,
+)
+from ringattn_testing.conformance.numpy_ring import Block, Dense, coordinates, finite, log_sum_exp, summed_to
 
 LARGEST_FLOAT16: Final = 65504.0
 

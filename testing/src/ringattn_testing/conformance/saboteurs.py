@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends that each have one known fault, and the tests of the suite that must catch it.
 
-`-p saboteurs` registers all of them in a pytest process, and the correct backends that they are made of.
+`-p ringattn_testing.conformance.saboteurs` registers all of them in a pytest process, and the correct backends that
+they are made of.
 """
 
 import contextlib
@@ -9,17 +10,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
-import broken_kernels as broken
 import jax
 import jax.numpy as jnp
 import pytest
-from broken_kernels import BACKWARD, FORWARD, Broken, Regathered, but, narrow
-from reference_kernels import Dense, Flash, Gathering, Tiled
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import ENTRIES
 from ringattn_conformance.lattice import Point, drawn, points
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
+
+from ringattn_testing.conformance import broken_kernels as broken
+from ringattn_testing.conformance.broken_kernels import BACKWARD, FORWARD, Broken, Regathered, but, narrow
+from ringattn_testing.conformance.reference_kernels import Dense, Flash, Gathering, Tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,13 +292,12 @@ REFERENCES: Final = {
 
 
 def backend_of(name: str, kernel: Any) -> Backend:
+    here = f"{__name__}:SABOTEURS"
     if isinstance(kernel, Dense):
-        return Backend(name, 1, ("cpu",), frozenset(Feature), kernel="saboteurs:SABOTEURS")
+        return Backend(name, 1, ("cpu",), frozenset(Feature), kernel=here)
     if isinstance(kernel, Flash):
-        return Backend(name, 1, ("cpu",), kernel.features, kernel="saboteurs:SABOTEURS")
-    return Backend(
-        name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS, Feature.KEY_RANGE}, ring="saboteurs:SABOTEURS"
-    )
+        return Backend(name, 1, ("cpu",), kernel.features, kernel=here)
+    return Backend(name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS, Feature.KEY_RANGE}, ring=here)
 
 
 def pytest_configure(config: pytest.Config) -> None:

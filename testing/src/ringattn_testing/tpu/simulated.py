@@ -8,21 +8,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from random_blocks import random_ids
-from random_blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Partial
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
 from ringattn_tpu.steps import steps
 from ringattn_xla.block import KERNEL as REFERENCE
-from tpu_blocks import make_block, ranges
+
+from ringattn_testing.random_blocks import random_ids
+from ringattn_testing.random_blocks import random_mask as dense_mask
+from ringattn_testing.tpu.blocks import make_block, ranges
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "nothing visible": {"causal": True, "offset": 512},
@@ -39,11 +39,10 @@ FAULTS: Final = ("none", "a copy is read before it is there", "two heads write o
 
 def simulated(kind: str, *names: str) -> dict[str, Any]:
     """What `_case` or `_fault` says of each, in a process whose kernels are simulated."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     variables = {"JAX_PLATFORMS": "cpu", "RINGATTN_TPU_INTERPRET": "simulate", "NPROC": "16", "XLA_FLAGS": ""}
     done = subprocess.run(
-        [sys.executable, __file__, kind, *names],
-        env={**os.environ, **variables, "PYTHONPATH": path},
+        [sys.executable, "-m", __name__, kind, *names],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )

@@ -4,10 +4,11 @@
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, bfloat16, changed, dtype, half, wrong_in
-from broken_masks import whole_tile_lost
-from broken_numbers import cut, last, of_results
-from numpy_ring import Block, Dense
+
+from ringattn_testing.conformance.breaks import Break, Condition, bfloat16, changed, dtype, half, wrong_in
+from ringattn_testing.conformance.broken_masks import whole_tile_lost
+from ringattn_testing.conformance.broken_numbers import cut, last, of_results
+from ringattn_testing.conformance.numpy_ring import Block, Dense
 
 
 def rows_cut(size: int) -> Any:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from numpy_ring import Block, Dense
+from ringattn_testing.conformance.numpy_ring import Block, Dense
 
 Condition = Callable[[Block], bool]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of a ring over several: `test_many_processes.py` starts it, or computes the same in its own process.
 
-    python ring_process.py compute PORT PROCESSES PROCESS OUTPUT
-    python ring_process.py wait PORT PROCESSES PROCESS HEARTBEAT
+    python -m ringattn_testing.ring_process compute PORT PROCESSES PROCESS OUTPUT
+    python -m ringattn_testing.ring_process wait PORT PROCESSES PROCESS HEARTBEAT
 
 `compute` saves the shards of this process to the file OUTPUT. `wait` computes one ring, writes "ready" to stderr, and
 waits without an end; HEARTBEAT is the timeout of JAX's heartbeats in seconds.

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-from breaks import Break, Condition, always, dtype, masked
-from broken_masks import whole_tile_lost, without_tail
-from broken_numbers import of_gradients, of_kept
-from numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window
 from ringattn_conformance.cases import DTYPES
+
+from ringattn_testing.conformance.breaks import Break, Condition, always, dtype, masked
+from ringattn_testing.conformance.broken_masks import whole_tile_lost, without_tail
+from ringattn_testing.conformance.broken_numbers import of_gradients, of_kept
+from ringattn_testing.conformance.numpy_ring import Block, Dense, Pair, causal, chunk_from, coordinates, window
 
 
 def without_rest(name: str, size: int, when: Condition = always) -> Dense:
