@@ -73,7 +73,7 @@ def test_a_mesh_axis_that_the_call_does_not_name_is_refused(check_vma: bool, nam
         on_ranks(check_vma=check_vma, **named)
     assert f"the mesh axes ({over}) of the surrounding shard_map may split the arrays" in str(error.value)
     assert f"Name them in {unsaid}; () means none" in str(error.value)
-    assert ("axis_name=() that attention is local" in str(error.value)) == ("axis_name" not in named)
+    assert ("axis_name=() that each rank has all tokens" in str(error.value)) == ("axis_name" not in named)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

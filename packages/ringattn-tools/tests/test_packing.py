@@ -68,7 +68,7 @@ def test_short_documents_share_the_work_and_long_ones_cannot() -> None:
 def test_documents_that_cannot_be_packed_are_refused(lengths: list[int], said: str) -> None:
     with pytest.raises(InputError, match=said):
         documents.pack(lengths, 64, 4)
-    with pytest.raises(InputError, match=r"length has 66\. Pad it to 68"):
+    with pytest.raises(InputError, match=r"^length: got 66, which a ring of 4 ranks does not divide\. Pass 68"):
         documents.pack([4], 66, 4)
     with pytest.raises(InputError, match="have 65 tokens together, and a row 64"):
         documents.pairs([33, 32], 64, 4)
@@ -80,3 +80,8 @@ def test_lengths_that_are_no_integers_and_rings_without_ranks_are_refused(count:
         count([4], 64, 0)
     with pytest.raises(InputError, match=r"lengths: has dtype float64\. It needs integers"):
         count([4.5], 64, 4)
+    with pytest.raises(InputError, match=r"^lengths: got 3\. Pass the number of tokens of each document"):
+        count(3, 64, 2)
+    for length in ("64", 64.0, 0):
+        with pytest.raises(InputError, match=f"^length: got {length!r}"):
+            count([3], length, 2)

@@ -52,10 +52,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Checks the calls of one `line` of the caller's program; `of_cache` says that keys and values are a cache."""
+    """Checks the calls of one `line` of the caller's program.
+
+    `of_cache` says that keys and values are a cache; `local`, that a `shard_map` of the caller splits the arrays.
+    """
 
     line: str
     of_cache: bool
+    local: bool
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(self, call: Call) -> Call:
@@ -67,7 +71,7 @@ class Check:
                 f"leaves mesh axes automatic, here {', '.join(left)}. Make them manual for the check"
             )
             return dataclasses.replace(call, check=None, check_positions=None)
-        rank = _Rank.of(jax.lax.stop_gradient(call), self.of_cache)
+        rank = _Rank.of(jax.lax.stop_gradient(call), self)
         findings = [finding for check in CHECKS for finding in check(rank)]
         call = dataclasses.replace(call, check=None, check_positions=None)
         if not findings:
@@ -89,7 +93,7 @@ class Check:
         return dataclasses.replace(call, **waiting)
 
 
-def watched(call: Call, of_cache: bool) -> Call:
+def watched(call: Call, of_cache: bool, local: bool) -> Call:
     """The call, to be checked on each rank when the program runs. Warns of a window that looks like a count of keys."""
     left = call.reach.left
     if left is not None and left >= LIKE_A_COUNT and not left & (left - 1):
@@ -98,7 +102,7 @@ def watched(call: Call, of_cache: bool) -> Call:
             f"window counts {left} keys, pass {left - 1}"
         )
     line = callers_line()
-    return dataclasses.replace(call, check=Check(f"{line.file}:{line.number}", of_cache))
+    return dataclasses.replace(call, check=Check(f"{line.file}:{line.number}", of_cache, local))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +111,16 @@ class _Rank:
 
     call: Call
     of_cache: bool
+    local: bool
     roles: Roles
     ranks: int
 
     @classmethod
-    def of(cls, call: Call, of_cache: bool) -> "_Rank":
+    def of(cls, call: Call, check: Check) -> "_Rank":
         roles = Roles(
             call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
         )
-        return cls(call, of_cache, roles, axes.size(roles.sequence))
+        return cls(call, check.of_cache, check.local, roles, axes.size(roles.sequence))
 
     @property
     def whole_queries(self) -> bool:
@@ -191,10 +196,15 @@ def _indices(rank: _Rank) -> Iterator[Finding]:
 def _orders(rank: _Rank) -> Iterator[Finding]:
     """Segment ids, positions and rows of a mask are in the order of the layout, as far as their values show it."""
     call = rank.call
-    looks: list[tuple[str, Any, Fits]] = [
-        *((name, getattr(call, name), _in_one_run_each) for name in ("q_segment_ids", "kv_segment_ids")),
-        *((name, getattr(call, name), _counting) for name in ("q_positions", "kv_positions") if not rank.of_cache),
-    ]
+    # In contiguous order, positions of the caller's own may say in which order the tokens are, and a call that compares
+    # no positions need not know it.
+    ordered = call.placement.layout != "contiguous"
+    looks: list[tuple[str, Any, Fits]] = []
+    if ordered or (call.natural and call.reach != Reach()):
+        documents = functools.partial(_documents, ranks=rank.ranks)
+        looks += [(name, getattr(call, name), documents) for name in ("q_segment_ids", "kv_segment_ids")]
+    if ordered and not rank.of_cache:
+        looks += [(name, getattr(call, name), _counting) for name in ("q_positions", "kv_positions")]
     for name in ("attention_mask", "bias"):
         x = getattr(call, name)
         if x is not None and x.shape[3] == x.shape[2] * rank.ranks:
@@ -207,7 +217,7 @@ def _orders(rank: _Rank) -> Iterator[Finding]:
     for name, x, fits in looks:
         if x is None or rank.ranks == 1:
             continue
-        number = _layout_of(rank, rank.whole(x), fits, _mostly_around_own if name == "kv_range" else fits)
+        number = _layout_of(rank, rank.whole(x), fits, LENIENT.get(name, fits))
 
         def error(_: int, number: int, name: str = name) -> InputError:
             fact = f"its values are in the order of {LAYOUTS[number]!r}, but the call says {call.placement.layout!r}"
@@ -242,16 +252,32 @@ def _layout_of(rank: _Rank, x: jax.Array, fits: Fits, fits_call: Fits | None = N
     return number
 
 
-def _in_one_run_each(ids: jax.Array, _: np.ndarray) -> jax.Array:
-    """Whether the tokens of each id follow one another; padding between them, with a negative id, does not count."""
-    real = ids >= 0
-    at = jax.lax.cummax(jnp.where(real, jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1), -1), axis=1)
+def _before(ids: jax.Array) -> jax.Array:
+    """The id of the last token before each one that is no padding; -1 if there is none."""
+    at = jax.lax.cummax(jnp.where(ids >= 0, jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1), -1), axis=1)
     before = jnp.pad(at, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    last = jnp.take_along_axis(ids, before.clip(0), 1)
-    runs = (real & ((before < 0) | (ids != last))).sum(1)
+    return jnp.where(before < 0, -1, jnp.take_along_axis(ids, before.clip(0), 1))
+
+
+def _documents(ids: jax.Array, index: np.ndarray, ranks: int) -> jax.Array:
+    """Whether ids only go up, as those of packed documents, and change elsewhere than between halves of shards.
+
+    Ids that change only there show nothing: layouts move their runs as a whole, and any order of them may be meant.
+    """
+    shard = len(index) // ranks
+    run = shard // (2 - shard % 2)
+    before = _before(ids)
+    changes = (ids >= 0) & (before >= 0) & (ids != before)
+    return jnp.all(~changes | (ids > before)) & (changes & (index % run > 0)[None]).any()
+
+
+def _few_returns(ids: jax.Array, _: np.ndarray) -> jax.Array:
+    """Whether at most one id returns after another one, in each row. Equal ids may stand wherever they like."""
+    real, before = ids >= 0, _before(ids)
+    runs = (real & (ids != before)).sum(1)
     by_id = jnp.sort(jnp.where(real, ids, -1), 1)
     different = (by_id[:, 1:] != by_id[:, :-1]).sum(1) + (by_id[:, 0] >= 0).astype(jnp.int32)
-    return jnp.all(runs == different)
+    return jnp.all(runs <= different + 1)
 
 
 def _counting(x: jax.Array, _: np.ndarray) -> jax.Array:
@@ -261,8 +287,8 @@ def _counting(x: jax.Array, _: np.ndarray) -> jax.Array:
 
 
 def _causal(last: jax.Array, index: np.ndarray) -> jax.Array:
-    """Whether the last key that a query sees is its own, for every query that sees any."""
-    return jnp.all((last == index[None]) | (last < 0)) & (last >= 0).any()
+    """Whether the last key that a query sees is its own, for every query that sees any, which half of them do."""
+    return jnp.all((last == index[None]) | (last < 0)) & (2 * (last >= 0).sum() >= last.size)
 
 
 def _around_own(ends: jax.Array, index: np.ndarray) -> jax.Array:
@@ -282,15 +308,20 @@ def _mostly_around_own(ends: jax.Array, index: np.ndarray) -> jax.Array:
 
 
 def _split(rank: _Rank) -> Iterator[Finding]:
-    """The ring splits tokens, and no mesh axis splits an array that it must not split."""
+    """The ring splits tokens, and no mesh axis splits an array that it must not split, in the caller's `shard_map`.
+
+    Under `check_vma=True` JAX knows whether the ring splits tokens. Equal shards are no mistake if each repeats its own
+    tokens, as a batch of equal tokens does: they may be equal by their values.
+    """
     call, roles = rank.call, rank.roles
-    tokens = [] if rank.whole_queries else [("query", call.query)]
-    tokens += [("value" if x is call.value else "key", x) for x in jax.tree.leaves(call.travelling)]
-    for name, x in tokens:
-        if rank.ranks > 1:
-            mine, other = _of_next(x, roles.sequence)
-            same = (mine == other).all() & (x.max() != x.min())
-            (different,) = rank.agreed(~same)
+    if not rank.local:
+        return
+    tokens = ({} if rank.whole_queries else {"query": [call.query]}) | {"key": jax.tree.leaves(call.travelling)}
+    for name, shards in tokens.items():
+        if rank.ranks > 1 and not axes.tracked():
+            pairs = [_of_next(x, roles.sequence) for x in shards]
+            same = jnp.stack([(mine == other).all() for mine, other in pairs]).all()
+            (different,) = rank.agreed(~(same & ~jnp.stack([_repeats(x) for x in shards]).all()))
             other = f", not {roles.heads}" if roles.heads else ""
             remedy = f"Name the mesh axis over which in_specs split the tokens{other}"
             error = InputError("axis_name", f"all ranks of {roles.sequence} hold the same {name}", remedy)
@@ -308,6 +339,32 @@ def _split(rank: _Rank) -> Iterator[Finding]:
             fact = f"{name} differs between the ranks of {over}, which must all have the same"
             error = InputError(argument, fact, "Check that each axis name is that of in_specs: two may be swapped")
             yield Finding((found,), lambda _, error=error: error)
+
+
+def _repeats(x: jax.Array) -> jax.Array:
+    """Whether the tokens of a shard `[B, S, ...]` repeat an equal part of it twice or more, such as one token."""
+    length = x.shape[1]
+    primes = [n for n in range(2, length + 1) if length % n == 0 and all(n % m for m in range(2, n))]
+    parts = [(x == jnp.roll(x, length // prime, 1)).all() for prime in primes]
+    return jnp.stack([*parts, jnp.bool_(length == 1)]).any()
+
+
+def _expands_each(rank: _Rank) -> Iterator[Finding]:
+    """`expand` computes each token by itself: it gives for two halves of the tokens what it gives for all."""
+    call = rank.call
+    if call.expand is None or rank.ranks == 1 or call.key.shape[1] < 2:
+        return
+    expand, params = call.expand, call.expand.narrowed(call.expand_params)
+    middle = call.key.shape[1] // 2
+    assert call.latents is not None
+    parts = [expand([x[:, some] for x in call.latents], params) for some in (slice(middle), slice(middle, None))]
+    mixed = [
+        abs(whole - jnp.concatenate(pair, 1)).max() > float(jnp.finfo(whole.dtype).eps) ** 0.5 * abs(whole).max()
+        for whole, *pair in zip(expand(call.latents, params), *parts, strict=True)
+    ]
+    fact = "mixes tokens: half of them alone do not give what they give among the others"
+    error = InputError("expand", fact, "Compute each token by itself, and pass what depends on others in x")
+    yield Finding(rank.agreed(jnp.stack(mixed).any()), lambda _: error)
 
 
 def _room(rank: _Rank) -> Iterator[Finding]:
@@ -366,5 +423,14 @@ def _broken(side: str, promised: int) -> Callable[[int], InputError]:
     return error
 
 
-CHECKS: Final[tuple[Callable[[_Rank], Iterator[Finding]], ...]] = (_split, _indices, _orders, _room, _promise)
+LENIENT: Final = {"q_segment_ids": _few_returns, "kv_segment_ids": _few_returns, "kv_range": _mostly_around_own}
+"""Where the values of an array prove little, what they must contradict before the call's own layout counts as wrong."""
+CHECKS: Final[tuple[Callable[[_Rank], Iterator[Finding]], ...]] = (
+    _split,
+    _expands_each,
+    _indices,
+    _orders,
+    _room,
+    _promise,
+)
 """What is checked, in this order: the first error is raised."""

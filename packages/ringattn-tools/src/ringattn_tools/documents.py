@@ -7,7 +7,7 @@ Work is counted in pairs of a query and a key that it sees, of causal attention 
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from ringattn_core.errors import InputError
@@ -25,7 +25,10 @@ def pairs(lengths: Sequence[int], length: int, ring: int, layout: str = "contigu
 
     A row of `length` tokens holds documents of these `lengths`, one after another, and padding after them.
     """
-    layout, documents, ring = canonical(layout), _checked(lengths, length), whole("ring", ring, 1)
+    layout, documents = canonical(layout), _checked(lengths, length, ring)
+    if documents.sum() > length:
+        fact = f"have {documents.sum()} tokens together, and a row {length}"
+        raise InputError("lengths", fact, "Pass fewer documents, or a longer row")
     refuse_indivisible("length", length, layout, ring)
     rank = np.empty(length, np.int64)
     rank[Shards(layout, ring).order(length)] = np.repeat(np.arange(ring), length // ring)
@@ -43,7 +46,8 @@ def busy(lengths: Sequence[int], length: int, ring: int) -> dict[str, float]:
 
     Layouts that cannot split `length` tokens are left out.
     """
-    shares, ring = {}, whole("ring", ring, 1)
+    _checked(lengths, length, ring)
+    shares = {}
     for layout in (layout for layout in LAYOUTS if length % (ring * pieces(layout)) == 0):
         of_ranks, rank = pairs(lengths, length, ring, layout), np.arange(ring)
         slowest = sum(of_ranks[rank, (rank - hop) % ring].max() for hop in range(ring))
@@ -91,9 +95,10 @@ def pack(lengths: Sequence[int], length: int, ring: int) -> Packing:
     is much longer than a shard cannot reach that: the last rank of the document sees the most keys. The result is the
     same in every run.
     """
-    ring = whole("ring", ring, 1)
-    refuse_indivisible("length", length, "contiguous", ring)
-    documents = _checked(lengths, None)
+    documents = _checked(lengths, length, ring)
+    if length % ring:
+        fact = f"got {length}, which a ring of {ring} ranks does not divide"
+        raise InputError("length", fact, f"Pass {-(-length // ring) * ring}")
     if documents.size == 0:
         raise InputError("lengths", "there are none", "Pass the number of tokens of each document")
     longest = int(documents.argmax())
@@ -163,11 +168,11 @@ def _loads(sizes: np.ndarray, real: np.ndarray, length: int, ring: int) -> np.nd
     return np.diff(before, prepend=0, append=each.sum()).astype(float)
 
 
-def _checked(lengths: Sequence[int], length: int | None) -> np.ndarray:
-    documents = np.asarray(integers("lengths", lengths, INT32) if len(lengths) else (), np.int64)
+def _checked(lengths: Any, length: Any, ring: Any) -> np.ndarray:
+    """The lengths of documents as an array. Raises unless they, a row and a ring are integers of at least 1."""
+    for argument, x in (("length", length), ("ring", ring)):
+        whole(argument, x, 1)
+    documents = np.asarray(integers("lengths", lengths, INT32) if np.size(lengths) else (), np.int64)
     if documents.ndim != 1 or (documents < 1).any():
         raise InputError("lengths", f"got {lengths!r}"[:100], "Pass the number of tokens of each document, 1 or more")
-    if length is not None and documents.sum() > length:
-        fact = f"have {documents.sum()} tokens together, and a row {length}"
-        raise InputError("lengths", fact, "Pass fewer documents, or a longer row")
     return documents

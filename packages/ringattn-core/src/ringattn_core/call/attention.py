@@ -16,10 +16,11 @@ from ..masks.builder import Builder
 from ..masks.info import MaskInfo
 from ..placement import arrays
 from ..placement.axes import AxisName
+from ..placement.split import split_of
 from ..strategies import Strategy
 from .dispatch import answer, chosen
 from .entry import entry
-from .mesh_roles import mesh_of
+from .mesh_roles import split_of_call
 from .options import options_in
 from .sharding import sharded
 from .validation import validated
@@ -172,7 +173,8 @@ def ring_attention(
     backend, params = backend_and_params(cfg, backend)
     given |= _held(mask_info, given) | params
     key, value, expand_fields = _expanded(key, value, expand, expand_params)
-    mesh = mesh_of(mesh, given, (query, key, value))
+    positions = {name: given[name] for name in ("q_positions", "kv_positions")}
+    mesh = split_of_call(mesh, given, {"query": query, "key": key, "value": value, **positions}).mesh
     try:
         call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
     except InputError as error:
@@ -255,7 +257,10 @@ def per_shard(backend: str) -> RingKernel:
         The arguments are those of `ringattn_core.ring_attention`, in the order of `ejkernel`; `fwd_params` and
         `bwd_params` are those of its `cfg`. Arrays are local: call it inside `jax.shard_map`, or on one device.
         """
-        call = validated(query, key, value, **options_in(locals()))
+        given = options_in(locals())
+        positions = {name: given[name] for name in ("q_positions", "kv_positions")}
+        split_of(None, given, {"query": query, "key": key, "value": value, **positions})
+        call = validated(query, key, value, **given)
         return answer(chosen(backend, call), call)
 
     return ring_attention

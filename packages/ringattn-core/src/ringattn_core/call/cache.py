@@ -19,15 +19,13 @@ from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.axes import AxisName
 from ..placement.layout import refuse_indivisible
-from ..placement.mesh import of_context, ranks_of
-from ..placement.platforms import refuse_different_devices
+from ..placement.mesh import ranks_of
 from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
 from .entry import entry
-from .mesh_roles import check_mesh, mesh_of, named_roles, refuse_indivisible_axes
+from .mesh_roles import named_roles, refuse_indivisible_axes, split_of_call
 from .options import options_in
-from .shard_map import refuse_sharded
 from .sharding import call_over_shards, sharded
 from .validation import fitted
 
@@ -95,7 +93,7 @@ def decode_attention(
     registration, call = chosen(backend, call, mesh), cache.not_differentiable(call)
     if mesh is None:
         return _attend(registration, call)
-    return _over_mesh(registration, call, of_context(mesh, call.query))
+    return _over_mesh(registration, call, mesh)
 
 
 @entry
@@ -201,27 +199,22 @@ def _cache_call(variables: dict[str, Any], whole_queries: bool) -> _CacheCall:
     # With an offset, `kv_positions` alone do not serve as positions of the queries too. The true offset follows below.
     given = options_in(variables) | params | {"causal": True, "query_offset": 0}
     operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
-    mesh = mesh_of(variables["mesh"], given, operands.values())
+    tokens_of = operands | {"kv_positions": variables["kv_positions"]}
+    whole = ({"query": tokens_of.pop("query")} if whole_queries else {}) | {"lengths": variables["lengths"]}
+    mesh, _, ranks = split_of_call(variables["mesh"], given, tokens_of, whole)
     call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries)
     (tokens, room), rows = sizes.lengths, call.query.shape[:1]
-    if mesh is not None:
-        check_mesh(call, mesh)
     if variables["lengths"] is None:
         raise InputError("lengths", "is missing", "Pass how many tokens each row of the cache holds")
     remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
-    limits = (0, room, remedy) if call.kv_positions is None else (0, *POSITION[1:])
-    known = as_int32("lengths", variables["lengths"], limits)
+    if call.kv_positions is not None:  # a rolling cache has held more tokens than it has room for
+        room, remedy = POSITION[1], "Pass lengths from 0 to 2^30 - 1: how many tokens each row has held"
+    known = as_int32("lengths", variables["lengths"], (0, room, remedy))
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
-    ranks = room // call.key.shape[1] if mesh is None else ranks_of(mesh, call.placement.axis_name or ())
-    refuse_indivisible("key_cache", room, call.placement.layout, ranks)  # to pad it here would copy the whole cache
-    if mesh is None:
-        refuse_different_devices({"query": call.query, "lengths": known})
-        refuse_sharded(
-            call.placement.axis_name or (), {"lengths": known} | ({"query": call.query} if whole_queries else {})
-        )
-        if not whole_queries:
-            refuse_indivisible("query", tokens, call.placement.layout, ranks)
+    refuse_indivisible("key_cache", sizes.lengths[1], call.placement.layout, ranks)  # padding it would copy it all
+    if mesh is None and not whole_queries:
+        refuse_indivisible("query", tokens, call.placement.layout, ranks)
     first = jnp.broadcast_to(known, rows) - tokens
     if whole_queries:
         positions = first[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which axes of a mesh split the batch, the sequence and the heads of a call on global arrays."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -12,9 +12,9 @@ from ..errors import MeshError
 from ..placement import axes
 from ..placement.arrays import BATCH_AXES, Roles
 from ..placement.layout import refuse_indivisible
-from ..placement.mesh import of_arrays, ranks_of, refuse_unknown_axes
+from ..placement.mesh import explicit_spec, ranks_of
+from ..placement.split import AXIS_NAMES, Split, refuse_unknown_axes, refuse_unnamed_axes, split_of
 from .entry import warn
-from .shard_map import AXIS_NAMES
 
 HEAD_AXES: Final = ("tp", "model", "tensor")
 
@@ -24,7 +24,6 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
 
     Raises if the specs contradict the call, or if the sizes of the arrays do not fit the mesh.
     """
-    check_mesh(call, mesh)
     roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, mesh)
     refuse_indivisible_axes(call, mesh, roles)
     if call.placement.layout != "contiguous":  # `sharding.prepared` pads contiguous sequences
@@ -35,16 +34,24 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     return roles
 
 
-def mesh_of(given: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
-    """The mesh of a call, or `None` if arrays are local, as `mesh.of_arrays` says.
+def split_of_call(
+    mesh: Any, options: Mapping[str, Any], tokens: Mapping[str, Any], whole: Mapping[str, Any] | None = None
+) -> Split:
+    """How a call with these options is split, as `split_of` says. Raises for local arrays with explicit mesh axes.
 
     Warns if `jax.set_mesh` has set a mesh and the options give no axis name at all, not even `()`.
     """
-    named = {name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)}
-    found, context = of_arrays(given, named, operands), jax.sharding.get_abstract_mesh()
+    found = split_of(mesh, options, tokens, whole)
+    entries = [entry for x in jax.tree.leaves([tokens, whole]) for entry in explicit_spec(x)]
+    if found.mesh is None and (left := sorted({name for entry in entries for name in axes.names(entry)})):
+        raise MeshError(
+            f"the explicit mesh axes {', '.join(map(repr, left))} split the arrays, and the surrounding shard_map does "
+            f"not. Make them manual too: name them in its axis_names, or leave axis_names out"
+        )
+    context = jax.sharding.get_abstract_mesh()
     unused = [name for name, size in context.shape.items() if size > 1]
     unsaid = all(options.get(argument) is None for argument in AXIS_NAMES)
-    if found is None and unused and unsaid and not axes.manual():
+    if found.mesh is None and unused and unsaid and not axes.manual():
         warn(
             f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
             f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= if "
@@ -53,28 +60,14 @@ def mesh_of(given: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> 
     return found
 
 
-def check_mesh(call: Call, mesh: Any) -> None:
-    """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
-    context = jax.sharding.get_abstract_mesh()
-    if not (context.empty or axes.manual() or mesh.abstract_mesh == context):
-        raise MeshError(
-            f"mesh=, or the mesh of an array with explicit axes, has the axes {_described(mesh)}, but jax.set_mesh has "
-            f"set another mesh, with the axes {_described(context)}. Use one mesh for all of them"
-        )
-    for argument in AXIS_NAMES:
-        named = getattr(call.placement, argument) or ()
-        refuse_unknown_axes(argument, named, mesh)
-        if set(named) & axes.manual():
-            every = {name for other in AXIS_NAMES for name in getattr(call.placement, other) or ()}
-            if mesh == context and (automatic := sorted(every - axes.manual())):
-                raise MeshError(
-                    f"{argument}={named!r} is manual in the surrounding shard_map, but the call also names "
-                    f"{automatic}, over which JAX splits arrays by itself there. Leave those out, or make them manual"
-                )
-            raise MeshError(
-                f"mesh= is for global arrays, but {argument}={named!r} belongs to a surrounding shard_map. "
-                f"Leave mesh= out: inside shard_map the arrays are local"
-            )
+def refuse_repeated_indices(call: Call) -> None:
+    """Raises if dropout, or masks that differ between heads, may count rows or heads of a shard as those of all.
+
+    They need to know of every mesh axis of a surrounding `shard_map` whether it splits the batch or the heads.
+    """
+    if call.rule.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1):
+        named = {name: getattr(call.placement, name) for name in AXIS_NAMES}
+        refuse_unnamed_axes(named | {"axis_name": call.placement.axis_name or ()}, [call.query, call.key, call.value])
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
@@ -115,11 +108,6 @@ def _remedy(call: Call, idle: str) -> str:
         return f"head_axis_name={(*call.placement.head_axis_name, idle)}"
     unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call.placement, name) is None]
     return " or ".join(f"{name}={idle!r}" for name in unsaid)
-
-
-def _described(mesh: Any) -> str:
-    kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
-    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in kinds)
 
 
 def _of_specs(call: Call, in_specs: Any, mesh: Any) -> Roles:

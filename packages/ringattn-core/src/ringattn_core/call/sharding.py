@@ -19,11 +19,10 @@ from ..errors import InputError, RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import pieces
-from ..placement.mesh import of_context, over_explicit, placed, ranks_of
+from ..placement.mesh import over_explicit, placed, ranks_of
 from ..tuning import choice
 from .dispatch import answer, chosen
-from .mesh_roles import roles_of
-from .shard_map import refuse_unnamed_axes
+from .mesh_roles import refuse_repeated_indices, roles_of
 from .tracked import within_tracked
 
 Arrays = dict[str, Any]
@@ -40,7 +39,6 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
     """Runs a call on global arrays: pads and shards them, runs `work` on every rank, cuts padding from the result."""
     length, given = call.query.shape[1], call
-    mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
     try:
         registration = chosen(backend, call, mesh)
@@ -69,8 +67,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     Returns the call and the roles of the mesh axes.
     """
     roles = roles_of(call, mesh, in_specs, out_specs)
-    if axes.manual():
-        refuse_unnamed_axes(call, around=True)
+    refuse_repeated_indices(call)
     ranks, parts = ranks_of(mesh, roles.sequence), ranks_of(mesh, roles.heads)
     if call.expand is not None and parts > 1:
         fact = f"gives all heads, but the mesh axes {roles.heads} split them"

@@ -15,9 +15,11 @@ from ..masks import Reach
 from ..placement import arrays, axes
 from ..placement import layout as layouts
 from ..placement.platforms import refuse_different_devices
+from ..placement.split import AXIS_NAMES
 from .checks import Sizes, refuse_misfit
+from .key_heads import own_key_heads
+from .mesh_roles import refuse_repeated_indices
 from .options import canonical
-from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 CHECK: Final = "RINGATTN_CHECK"
 DTYPES: Final = ("float32", "float16", "bfloat16")
@@ -76,11 +78,8 @@ def fitted(
         refuse_different_devices(
             found | {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
         )
-        refuse_replicated(
-            call.placement.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")}
-        )
-        refuse_unnamed_axes(call)
-    return checks.watched(call, of_cache="key_cache" in operands) if checks else call, sizes
+        refuse_repeated_indices(call)
+    return checks.watched(call, of_cache="key_cache" in operands, local=ranks is None) if checks else call, sizes
 
 
 def _checks() -> Any:
@@ -96,16 +95,9 @@ def _operands(
 ) -> tuple[dict[str, jax.Array], Sizes]:
     """Query, key and value as arrays, and their sizes. Raises unless they fit together and the axis names are valid.
 
-    In a `shard_map` it also raises if JAX knows that all ranks of the ring have the same tokens. Where every rank holds
-    all key heads, only those of this rank are returned.
+    Where every rank holds all key heads, only those of this rank are returned.
     """
     ring, batch, heads = (axes.names(options.get(name), name) for name in AXIS_NAMES)
-    if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
-        raise InputError(
-            "axis_name",
-            f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
-            "Each mesh axis splits one axis of the arrays",
-        )
     found = {name: arrays.as_array(name, x) for name, x in given.items()}
     head_ranks, head_axes, whole_keys = 1, (), None
     if ranks is None and heads and all(x.ndim == 4 for x in found.values()):
@@ -113,9 +105,6 @@ def _operands(
         own = {name: own_key_heads(found[query], found[name], heads) for name in others}
         whole_keys = next((found[name].shape[2] for name in others if own[name] is not found[name]), None)
         found |= own
-    if ranks is None:
-        query = next(iter(found))
-        refuse_replicated(ring, {name: x for name, x in found.items() if not (whole_queries and name == query)})
     _refuse_misfits(found)
     if ranks is None:
         ranks, _, head_ranks = (

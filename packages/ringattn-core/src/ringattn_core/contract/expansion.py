@@ -43,8 +43,9 @@ def expansion(function: Any, x: Any, params: Any) -> tuple[Expansion, list[jax.A
     tokens = {leaf.shape[:2] for leaf in latents}
     if [len(shape) for shape in tokens] != [2] or not any(map(_differentiable, latents)):
         shapes = ", ".join(f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in latents) or "no array"
-        remedy = "With expand, every array needs the axes B and S first, and one must hold floating-point numbers"
-        raise InputError("key", f"has {shapes}", remedy)
+        differ = ", which differ in rows or tokens" if len(tokens) > 1 else ""
+        remedy = "With expand, every array needs the same B and S first, and one must hold floating-point numbers"
+        raise InputError("key", f"has {shapes}{differ}", remedy)
     _refuse_wrong_result(function, x, params, *tokens)
     wide = [leaf.astype(jnp.float32) if _differentiable(leaf) else leaf for leaf in leaves]
     return Expansion(function, (of_x, of_params), tuple(leaf.dtype for leaf in leaves)), latents, wide

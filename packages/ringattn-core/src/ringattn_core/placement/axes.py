@@ -70,8 +70,8 @@ def tracked() -> frozenset[str]:
 
 
 def varying(x: Array) -> frozenset[str]:
-    """The `tracked` mesh axes over which an array varies."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    """The `tracked` mesh axes over which an array varies; none for what is no JAX array."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else ())
 
 
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:

@@ -4,13 +4,14 @@
 import functools
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..errors import MeshError
@@ -59,61 +60,19 @@ def ring_mesh(
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
 
 
-def of_context(mesh: Any, x: Any) -> Any:
-    """The mesh in the form in which `shard_map` takes it for the array `x`; most meshes are returned unchanged.
-
-    Inside a `shard_map`, it is the mesh of the context. If `mesh` is abstract and no function is being traced, it is
-    the mesh with devices that `jax.set_mesh` set; raises if none is set.
-    """
-    if axes.manual():
-        return jax.sharding.get_abstract_mesh()
-    if not isinstance(mesh, AbstractMesh) or isinstance(x, jax.core.Tracer):
-        return mesh
-    try:
-        found = jax.sharding.get_mesh()
-    except ValueError:  # `x` is not traced, but a function around the call is
-        return mesh
-    if found.empty:
-        raise MeshError("the mesh is abstract, and has no devices. Call inside `jax.set_mesh`, or pass another mesh")
-    return found
-
-
-def of_arrays(given: Any, named: Collection[str], operands: Iterable[Any]) -> Any:
-    """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
-
-    The mesh of `jax.set_mesh` counts only if it has an axis in `named`, and that no surrounding `shard_map` has made
-    manual: over such axes, arrays are local. The result is `None` if arrays are local.
-    """
-    if given is not None:
-        if not isinstance(given, (Mesh, AbstractMesh)):
-            raise MeshError(f"mesh is {type(given).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
-        return given
-    for x in filter(lambda x: isinstance(x, jax.Array), operands):
-        typed = jax.typeof(x).sharding
-        if any(typed.spec):
-            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
-    context = jax.sharding.get_abstract_mesh()
-    return context if set(named) & (set(context.axis_names) - axes.manual()) else None
-
-
 def sharding_of(x: jax.Array) -> Any:
     """The sharding of `x`, as far as JAX knows it: of a traced array, the explicit axes only."""
     return jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
 
 
+def explicit_spec(x: Any) -> tuple[Any, ...]:
+    """The explicit mesh axes that split each axis of `x`; empty if `x` is no JAX array."""
+    return (*jax.typeof(x).sharding.spec,) if isinstance(x, jax.Array) else ()
+
+
 def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
     """The product of the sizes of the mesh axes `names`."""
     return math.prod(mesh.shape[name] for name in names)
-
-
-def refuse_unknown_axes(argument: str, names: tuple[str, ...], mesh: Any) -> None:
-    """Raises if `names`, the value of `argument`, are not all axes of the mesh."""
-    for name in names:
-        if name not in mesh.axis_names:
-            listed = ", ".join(map(repr, mesh.axis_names))
-            raise MeshError(
-                f"{argument}={name!r} is not an axis of the mesh, whose axes are {listed}. Pass one of them"
-            )
 
 
 def over_explicit(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
@@ -156,12 +115,25 @@ _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec
 def over_shards(
     work: Callable[..., Any], options: tuple[Any, ...], mesh: Any, specs: tuple[P, ...], *arrays: jax.Array
 ) -> Any:
-    """`work(*options, *arrays)` on each rank's shards, over the mesh axes that the specs name.
+    """`work(*options, *arrays)` on each rank's shards, over the mesh axes that the first spec names.
 
-    Its results are split like the first array. `work` and `options` are hashable: equal calls compile once.
+    Its results are split like the first array. `work` and `options` are hashable: equal calls compile once. Ranks add
+    up the gradient of an array that they share in float32.
     """
     manual = {name for entry in specs[0] for name in axes.names(entry)} - axes.manual()
+    dtypes = [x.dtype for x in arrays]
+
+    def local(*wide: jax.Array) -> Any:
+        # The sum over ranks is the transpose of `pcast`, so the conversion comes after it.
+        missing = [tuple(sorted(manual - axes.varying(x))) for x in wide]
+        varying = [jax.lax.pcast(x, over, to="varying") if over else x for x, over in zip(wide, missing, strict=True)]
+        return work(*options, *(x.astype(dtype) for x, dtype in zip(varying, dtypes, strict=True)))
+
+    # XLA for CPUs aborts on a sum in bfloat16 where some axes are automatic (benchmarks/upstream/bfloat16_sum.py).
+    shared = [bool(manual - {name for entry in spec for name in axes.names(entry)}) for spec in specs]
+    floating = [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
+    wide = [x.astype(jnp.float32) if a and b else x for x, a, b in zip(arrays, shared, floating, strict=True)]
     # JAX cannot shard residuals of a `shard_map` inside another one (benchmarks/upstream/nested_shard_map.py). A
     # checkpoint makes the arguments the residuals.
-    local = jax.checkpoint(functools.partial(work, *options))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)
+    over = jax.shard_map(jax.checkpoint(local), mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)
+    return over(*wide)

@@ -40,11 +40,15 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
 
 
 def refuse_different_devices(arrays: Mapping[str, Any]) -> None:
-    """Raises if the caller put arrays, given by name, on different devices: one program cannot read them all."""
-    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+    """Raises if the caller put arrays, given by name, on different devices: one program cannot read them all.
+
+    A value may be a pytree of arrays.
+    """
+    named = [(argument, x) for argument, tree in arrays.items() for x in jax.tree.leaves(tree)]
+    if any(isinstance(x, jax.core.Tracer) for _, x in named):
         return  # to a traced program the other arrays are constants, which have no device
     first = None
-    for argument, x in arrays.items():
+    for argument, x in named:
         if not isinstance(x, jax.Array) or not x.committed:
             continue
         found = x.devices()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the tokens of an array from natural order to the order of a layout, and back."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from ..errors import InputError, MeshError
 from ..integers import whole
 from . import axes
 from .arrays import as_array
-from .layout import Shards, canonical, refuse_indivisible
-from .mesh import of_arrays, of_context, over_shards, ranks_of, sharding_of
+from .layout import Shards, canonical, of_neighbours, refuse_indivisible, to_neighbours
+from .mesh import explicit_spec, over_shards, ranks_of, sharding_of
+from .split import Split, split_of
 
 
 def to_layout(
@@ -30,6 +32,7 @@ def to_layout(
     """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
 
     `from_layout` is the inverse. If the axis is split over `ring_size` devices, each token moves once, to its device.
+    For global arrays, not in your own `jax.shard_map`, where a rank has only its shard. Differentiable.
 
     Args:
         x: An array of NumPy or JAX with an axis of tokens: queries, keys, ids, positions, labels.
@@ -39,7 +42,8 @@ def to_layout(
         mesh: The mesh of `axis_name`, by default that of `jax.set_mesh`.
         axis_name: The mesh axis, or axes, that split the axis of tokens: the ring. Name it under `jax.jit` with
             automatic mesh axes: JAX does not tell how they split an array, and XLA may gather the whole sequence.
-            (In striped order, XLA still gathers what other automatic axes split.)
+            (In striped order, XLA still gathers what other automatic axes split.) `()` means none, which a call in a
+            `jax.shard_map` over other axes says.
     """
     return _reorder(x, layout, ring_size, axis, (mesh, axis_name), inverse=False)
 
@@ -53,7 +57,7 @@ def from_layout(
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: axes.AxisName = None,
 ) -> Any:
-    """Reorders an axis back to natural order; the inverse of `to_layout`.
+    """Reorders an axis back to natural order; the inverse of `to_layout`, and differentiable like it.
 
     Args:
         x: An array in the order of the layout.
@@ -67,65 +71,55 @@ def from_layout(
 
 
 def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, ring: tuple[Any, axes.AxisName], inverse: bool) -> Any:
-    layout = canonical(layout)
+    layout, (mesh, axis_name) = canonical(layout), ring
     x = x if isinstance(x, np.ndarray) else as_array("x", x)
-    mesh, over = _ring_of(*ring, x)
-    ranks = ranks_of(mesh, over) if over else ring_size
-    remedy = f"Pass {ranks}, the ranks of axis_name={over}" if over else "Pass the number of ranks, 1 or more"
+    axis = whole("axis", axis, -x.ndim, x.ndim - 1, f"Pass the axis of the sequence, below {x.ndim}") % x.ndim
+    known = explicit_spec(x)[axis : axis + 1] if axis_name is None else ()
+    given = {"axis_name": axis_name if not known or known[0] is None else known[0]}
+    split = split_of(mesh, given, {"x": x}, axis=axis, only_global="from_layout" if inverse else "to_layout")
+    if mesh is not None and not split.ring:
+        raise MeshError("axis_name is missing. Say which axis of the mesh splits the sequence")
+    ranks, remedy = ring_size, "Pass the number of ranks, 1 or more"
+    if axes.names(axis_name):
+        ranks, remedy = split.ranks, f"Pass {split.ranks}, the ranks of axis_name={split.ring}"
     ring_size = whole("ring_size", ranks if ring_size is None else ring_size, 1, remedy=remedy)
     if ring_size != ranks:
         raise InputError("ring_size", f"got {ring_size!r}", remedy)
-    axis = whole("axis", axis, -x.ndim, x.ndim - 1, f"Pass the axis of the sequence, below {x.ndim}") % x.ndim
     if layout == "contiguous":
         return x
     refuse_indivisible("x", x.shape[axis], layout, ring_size)
-    index = Shards(layout, ring_size).order(x.shape[axis])
-    index = np.argsort(index, kind="stable") if inverse else index
     if isinstance(x, np.ndarray):
-        return np.take(x, index, axis)
-    mesh, spec = _mesh_and_spec(x, axis, mesh, over)
+        index = Shards(layout, ring_size).order(x.shape[axis])
+        return np.take(x, np.argsort(index, kind="stable") if inverse else index, axis)
+    mesh, spec = _mesh_and_spec(x, axis, split)
     over, length = axes.names(spec[axis]), x.shape[axis] // ring_size
-    split = over and ranks_of(mesh, over) == ring_size
-    if not split or (layout == "striped" and length % ring_size):
-        return _taken(x, index, axis, mesh, spec)
+    if not over or ranks_of(mesh, over) != ring_size or (layout == "striped" and length % ring_size):
+        return _rearranged(x, (layout, ring_size, axis, inverse), mesh, spec)
     exchange = _zigzag if layout == "zigzag" else _striped
     return over_shards(exchange, (over, ring_size, axis, inverse), mesh, (P(*spec),), x)
 
 
-def _ring_of(mesh: Any, axis_name: axes.AxisName, x: Any) -> tuple[Any, tuple[str, ...]]:
-    """The mesh and the axes that split the tokens of `x`, as the caller says, or `(None, ())`."""
-    over = axes.names(axis_name)
-    if mesh is None and not over:
-        return None, ()
-    mesh = of_arrays(mesh, over, (x,))
-    mesh = of_context(jax.sharding.get_abstract_mesh() if mesh is None else mesh, x)
-    known = [name for name in mesh.axis_names if name not in axes.manual()]
-    if not over or not {*over} <= {*known}:
-        listed = ", ".join(map(repr, known))
-        raise MeshError(f"axis_name={axis_name!r} does not name axes of the mesh, which are {listed}. Name the ring")
-    return mesh, over
-
-
-def _mesh_and_spec(x: jax.Array, axis: int, mesh: Any, over: tuple[str, ...]) -> tuple[Any, list[Any]]:
-    """The mesh and the spec of an array, with the axes `over` of `mesh` for its `axis` if they are automatic."""
+def _mesh_and_spec(x: jax.Array, axis: int, split: Split) -> tuple[Any, list[Any]]:
+    """The mesh and the spec of an array, with the ring of `split` for its `axis` if the ring's axes are automatic."""
     known = sharding_of(x)
     spec = [*known.spec] if isinstance(known, NamedSharding) else []
     spec += [None] * (x.ndim - len(spec))
-    kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if not over or any(kinds[name] != AxisType.Auto for name in over):
+    kinds = {} if split.mesh is None else dict(zip(split.mesh.axis_names, split.mesh.axis_types, strict=True))
+    if not split.ring or any(kinds[name] != AxisType.Auto for name in split.ring):
         return getattr(known, "mesh", None), spec
-    return mesh, [*spec[:axis], over, *spec[axis + 1 :]]
+    return split.mesh, [*spec[:axis], split.ring, *spec[axis + 1 :]]
 
 
-def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: list[Any]) -> jax.Array:
-    """The tokens of `x` in the order of `index`, sharded like `x`. All-gathers tokens that explicit axes split."""
-    tokens = (*[slice(None)] * axis, index)
+def _rearranged(x: jax.Array, of: tuple[str, int, int, bool], mesh: Any, spec: list[Any]) -> jax.Array:
+    """The tokens of `x` in the other order, sharded like `x`. All-gathers tokens that explicit axes split."""
+    layout, ring_size, axis, inverse = of
+    move = functools.partial(of_neighbours if inverse else to_neighbours, layout=layout, shards=ring_size, axis=axis)
     if mesh is None or mesh.empty:
-        return x[tokens]
+        return move(x)
     if AxisType.Explicit not in mesh.axis_types:
-        return x[tokens] if isinstance(x, jax.core.Tracer) else jax.device_put(x[tokens], x.sharding)
+        return move(x) if isinstance(x, jax.core.Tracer) else jax.device_put(move(x), x.sharding)
     whole, split = NamedSharding(mesh, P(*spec[:axis], None, *spec[axis + 1 :])), NamedSharding(mesh, P(*spec))
-    return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), split)
+    return jax.sharding.reshard(move(jax.sharding.reshard(x, whole)), split)
 
 
 def _zigzag(over: tuple[str, ...], ranks: int, axis: int, inverse: bool, x: jax.Array) -> jax.Array:

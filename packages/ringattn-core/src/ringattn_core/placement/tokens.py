@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What layers beside attention need of a ring: tokens of neighbours, entries of a cache, a batch in layout order."""
 
-import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -13,22 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..errors import InputError, MeshError
-from ..integers import INT32, as_int32, integers, whole
+from ..integers import INT32, as_int32, integers, static, whole
 from . import axes
 from .arrays import BATCH_AXES, as_array
 from .axes import AxisName
 from .layout import Shards, canonical, pieces, refuse_indivisible
-from .mesh import (
-    of_arrays,
-    of_context,
-    over_explicit,
-    over_shards,
-    placed,
-    ranks_of,
-    refuse_unknown_axes,
-    sharding_of,
-)
+from .mesh import over_explicit, over_shards, placed, ranks_of, sharding_of
 from .reorder import to_layout
+from .split import Split, split_of
 
 
 def shift(
@@ -45,7 +37,8 @@ def shift(
 
     `shift(tokens, 1)` are next-token labels; `shift(labels, 1)` are the labels of a second head (multi-token
     prediction). A negative `n` looks back. Where the sequence has no such token, or it belongs to another segment, the
-    result is `fill`. A rank sends `|n|` tokens, or its shard in the striped layout. Differentiable.
+    result is `fill`. A rank sends `|n|` tokens; in the zigzag layout twice, and in the striped layout its whole shard.
+    Differentiable.
 
     With `mesh`, or under `jax.set_mesh`, arrays are global; in your own `jax.shard_map`, they are this rank's shard.
 
@@ -56,11 +49,10 @@ def shift(
         axis_name: The mesh axes of the ring; `None` if the sequence is not split.
         mesh: The mesh over which the ring splits the global arrays.
         layout: As in `ring_attention`.
-        fill: The entry where there is no such token.
+        fill: The entry where there is no such token: a number that the dtype of `x` can hold.
     """
-    x, places = as_array("x", x), (whole("n", n, -(2**31), remedy="Pass an integer: how many places later"),)
-    ring = _Ring.of("x", x, axis_name, mesh, layout)
-    return _moved(ring, x, segment_ids, places, fill, "n")[0]
+    places = (whole("n", n, -(2**31), remedy="Pass an integer: how many places later"),)
+    return _moved(x, segment_ids, (mesh, axis_name, layout), places, fill, "n")[0]
 
 
 def halo(
@@ -76,7 +68,8 @@ def halo(
 
     So `sum(w * y for w, y in zip(weights, halo(x, 3)))` is a causal convolution over four tokens. Entries before the
     start of the sequence, or of another segment, are 0, as are those of padding. A rank sends `width` tokens in
-    one message; in the striped layout, its whole shard up to `width` times. Differentiable.
+    one message; in the zigzag layout twice, and in the striped layout its whole shard up to `width` times.
+    Differentiable.
 
     Args:
         x: An array of tokens, `[B, T, ...]`, in the order of `layout`.
@@ -87,8 +80,7 @@ def halo(
         layout: As in `ring_attention`.
     """
     width = whole("width", width, 0, remedy="Pass how many tokens before each one are needed, 0 or more")
-    x, places = as_array("x", x), tuple(range(-width, 1))
-    return _moved(_Ring.of("x", x, axis_name, mesh, layout), x, segment_ids, places, 0, "width")
+    return _moved(x, segment_ids, (mesh, axis_name, layout), tuple(range(-width, 1)), 0, "width")
 
 
 def write_cache(
@@ -96,7 +88,8 @@ def write_cache(
 ) -> Any:
     """Writes the entries of new tokens, and returns the cache. Each rank writes to its own shard. Differentiable.
 
-    Positions below 0, or beyond the room of the cache, are not written. With `mesh`, or under `jax.set_mesh`, arrays
+    Positions below 0, or beyond the room of the cache, are not written. Floating-point entries are rounded to the dtype
+    of the cache; other dtypes must be equal. With `mesh`, or under `jax.set_mesh`, arrays
     are global. Inside your own `jax.shard_map`, the cache is this rank's shard; new entries and positions are the same
     on all ranks of the ring.
 
@@ -108,23 +101,27 @@ def write_cache(
         mesh: The mesh over which the ring splits the global cache.
         layout: As in `decode_attention`.
     """
-    at = as_int32("positions", positions)
+    at, of_cache, of_new = as_int32("positions", positions), jax.tree.structure(cache), jax.tree.structure(new)
+    if of_cache != of_new:
+        fact = f"is the pytree {of_new}, and the cache {of_cache}"
+        raise InputError("new", fact, "Pass one new array for each array of the cache")
+    cache = jax.tree.map(lambda x: as_array("cache", x), cache)
+    new = jax.tree.map(lambda x: as_array("new", x), new)
+    split = split_of(mesh, {"axis_name": axis_name}, {"cache": cache}, {"new": new, "positions": at})
 
-    def written(held: Any, x: Any) -> jax.Array:
-        held, x = as_array("cache", held), as_array("new", x)
-        ring = _Ring.of("cache", held, axis_name, mesh, layout)
+    def written(held: jax.Array, x: jax.Array) -> jax.Array:
+        ring = _Ring.of("cache", held, split, layout)
         if x.shape != (held.shape[0], *x.shape[1:2], *held.shape[2:]):
             fact = f"has shape {x.shape}, and the cache {held.shape}"
             raise InputError("new", fact, "Pass [B, T, ...] for a cache [B, S, ...], alike but for the tokens")
+        if x.dtype != held.dtype and not all(jnp.issubdtype(y.dtype, jnp.floating) for y in (x, held)):
+            fact = f"has dtype {x.dtype}, and the cache {held.dtype}"
+            raise InputError("new", fact, "Convert it first: only floating-point numbers are rounded to the cache's")
         if at.shape not in (x.shape[:2], x.shape[1:2]):
             fact = f"has shape {at.shape}, and there are {x.shape[1]} new tokens in {x.shape[0]} rows"
             raise InputError("positions", fact, "Pass [B, T] or [T]")
         return ring.run(_write, (), (True, False, False), held, x, jnp.broadcast_to(at, x.shape[:2]))
 
-    of_cache, of_new = jax.tree.structure(cache), jax.tree.structure(new)
-    if of_cache != of_new:
-        fact = f"is the pytree {of_new}, and the cache {of_cache}"
-        raise InputError("new", fact, "Pass one new array for each array of the cache")
     return jax.tree.map(written, cache, new)
 
 
@@ -151,24 +148,23 @@ def layout_batch(
         axis_name: The mesh axes of the ring, which split the tokens.
         batch_axis_name: The mesh axes that split the rows; by default those with the usual names, such as "data".
     """
-    ring, layout = axes.names(axis_name), canonical(layout)
+    layout = canonical(layout)
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, which has devices")
-    rows = tuple(name for name in mesh.axis_names if name in BATCH_AXES and name not in ring)
+    rows = tuple(name for name in mesh.axis_names if name in BATCH_AXES and name not in axes.names(axis_name))
     rows = rows if batch_axis_name is None else axes.names(batch_axis_name, "batch_axis_name")
-    refuse_unknown_axes("axis_name", ring, mesh)
-    refuse_unknown_axes("batch_axis_name", rows, mesh)
+    _, ring, ranks = split_of(mesh, {"axis_name": axis_name or (), "batch_axis_name": rows}, {})
     if "tokens" not in batch or any(isinstance(x, jax.core.Tracer) for x in batch.values()):
         fact = "is traced" if "tokens" in batch else f"has {', '.join(map(repr, batch)) or 'nothing'}"
         raise InputError("batch", fact, "Pass arrays of the host by name, 'tokens' among them, outside jax.jit")
     natural = {name: np.asarray(x) for name, x in batch.items()}
-    tokens, ranks, groups = natural["tokens"], ranks_of(mesh, ring), ranks_of(mesh, rows)
+    tokens, groups = natural["tokens"], ranks_of(mesh, rows)
+    if tokens.ndim != 2:
+        raise InputError("tokens", f"has shape {tokens.shape}", "Pass [B, T]; other arrays may have more axes")
     for name, x in natural.items():
-        if tokens.ndim != 2 or x.shape[:2] != tokens.shape:
+        if x.shape[:2] != tokens.shape:
             fact = f"has shape {x.shape}, and the tokens have {tokens.shape}"
-            raise InputError(
-                name, fact, "Pass tokens [B, T], and other arrays [B, T, ...] with as many rows and tokens"
-            )
+            raise InputError(name, fact, "Pass arrays [B, T, ...] with as many rows and tokens")
     if len(tokens) % groups:
         fact = f"there are {len(tokens)}, which the {groups} ranks of mesh axes {rows} do not divide"
         raise InputError("rows", fact, "Pass a multiple, or batch_axis_name=() to leave rows whole")
@@ -194,27 +190,22 @@ def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ring:
-    """The ring that splits the tokens of a call. `names` are its mesh axes; `mesh` is `None` if arrays are local."""
+class _Ring(NamedTuple):
+    """The ring that splits the tokens of a call, as `Split` has it, and their layout."""
 
+    mesh: Any
     names: tuple[str, ...]
     ranks: int
     layout: str
-    mesh: Any
 
     @classmethod
-    def of(cls, argument: str, x: jax.Array, axis_name: AxisName, mesh: Any, layout: str) -> "_Ring":
+    def of(cls, argument: str, x: jax.Array, split: Split, layout: str) -> "_Ring":
         """Returns the ring. Raises unless it can split `x`, `[B, T, ...]`, which was passed as `argument`."""
-        ring, layout = axes.names(axis_name), canonical(layout)
-        mesh = of_arrays(mesh, ring, (x,)) if ring and not axes.bound(ring) else None
-        if mesh is not None:
-            refuse_unknown_axes("axis_name", ring, mesh)
-        ranks = axes.size(ring) if mesh is None else ranks_of(mesh, ring)
+        ring = cls(*split, canonical(layout))
         if x.ndim < 2:
             raise InputError(argument, f"has shape {x.shape}", "Pass an array [B, T, ...]")
-        refuse_indivisible(argument, x.shape[1] * (ranks if mesh is None else 1), layout, ranks)
-        return cls(ring, ranks, layout, None if mesh is None else of_context(mesh, x))
+        refuse_indivisible(argument, x.shape[1] * (ring.ranks if ring.mesh is None else 1), ring.layout, ring.ranks)
+        return ring
 
     def run(self, work: Callable[..., Any], options: tuple[Any, ...], split: tuple[bool, ...], *arrays: Any) -> Any:
         """`work(ring, *options, *arrays)` on each rank's shards, or on local arrays.
@@ -222,34 +213,55 @@ class _Ring:
         `work` and `options` are hashable. The ring splits axis 1 of the arrays for which `split` is true. The other
         axes of all arrays are split as those of the first, as far as JAX says how it is split.
         """
-        if self.mesh is None:
-            return work(self, *options, *arrays)
         lead = arrays[0]
-        known = sharding_of(lead)
-        same = isinstance(known, NamedSharding) and known.mesh.abstract_mesh == self.mesh.abstract_mesh
-        spec = (*(known.spec if same else ()), *[None] * lead.ndim)[: lead.ndim]
+        known, mesh = sharding_of(lead), self.mesh
+        if not isinstance(known, NamedSharding) or (mesh and known.mesh.abstract_mesh != mesh.abstract_mesh):
+            known = None
+        spec = (*(known.spec if known else ()), *[None] * lead.ndim)[: lead.ndim]
         rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
+        mesh = known.mesh if mesh is None and known is not None else mesh
         specs = tuple(
-            P(*(rows, self.names if tokens else None, *others)[: x.ndim])
+            P(*(rows, self.names if tokens and self.mesh else None, *others)[: x.ndim])
             for x, tokens in zip(arrays, split, strict=True)
         )
-        # JAX does not say how automatic axes split a traced array: XLA decides.
-        places = [over_explicit if isinstance(x, jax.core.Tracer) else placed for x in arrays]
-        shards = [place(x, self.mesh, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
-        return over_shards(work, (self, *options), self.mesh, specs, *shards)
+        if mesh is not None:
+            # JAX does not say how automatic axes split a traced array: XLA decides.
+            places = [over_explicit if isinstance(x, jax.core.Tracer) or not self.mesh else placed for x in arrays]
+            arrays = [place(x, mesh, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
+        if self.mesh is None or not any(specs[0]):
+            return work(self, *options, *arrays)
+        return over_shards(work, (self, *options), self.mesh, specs, *arrays)
 
 
-def _moved(ring: _Ring, x: jax.Array, ids: Any, places: tuple[int, ...], fill: float, argument: str) -> Any:
-    """For each of `places`, `x` of the token so many places later, else `fill`. `argument` says the farthest place."""
-    local = x.shape[1] // (1 if ring.mesh is None else ring.ranks)
-    farthest, run = max(map(abs, places)), local // pieces(ring.layout)
-    if ring.ranks > 1 and ring.layout != "striped" and farthest > run:
-        fact = f"{farthest} is more than the {run} consecutive tokens that each of {ring.ranks} ranks holds"
+def _moved(x: Any, ids: Any, ring: tuple[Any, AxisName, str], places: tuple[int, ...], fill: Any, argument: str) -> Any:
+    """For each of `places`, `x` of the token so many places later, else `fill`. `argument` says the farthest place.
+
+    `ring` is the mesh, the axis names and the layout of the call.
+    """
+    x, (mesh, axis_name, layout) = as_array("x", x), ring
+    ring_of_x = _Ring.of("x", x, split_of(mesh, {"axis_name": axis_name}, {"x": x}), layout)
+    local = x.shape[1] // (1 if ring_of_x.mesh is None else ring_of_x.ranks)
+    farthest, run = max(map(abs, places)), local // pieces(ring_of_x.layout)
+    if ring_of_x.ranks > 1 and ring_of_x.layout != "striped" and farthest > run:
+        fact = f"{farthest} is more than the {run} consecutive tokens that each of {ring_of_x.ranks} ranks holds"
         raise InputError(argument, fact, f"Pass at most {run}, or split the sequence over fewer ranks")
     arrays = [x] if ids is None else [x, as_int32("segment_ids", ids)]
     if ids is not None and arrays[1].shape != x.shape[:2]:
         raise InputError("segment_ids", f"has shape {arrays[1].shape}", f"Pass an id for each token, {x.shape[:2]}")
-    return ring.run(_move, (places, fill), (True,) * len(arrays), *arrays)
+    return ring_of_x.run(_move, (places, _filling(fill, x.dtype)), (True,) * len(arrays), *arrays)
+
+
+def _filling(fill: Any, dtype: Any) -> Any:
+    """`fill` as a Python number; raises unless an array of this dtype can hold it, rounded if it has fractions."""
+    fill = static("fill", fill)
+    try:
+        held = np.asarray(fill).astype(dtype) if isinstance(fill, numbers.Number) else None
+    except OverflowError:
+        held = None
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    if held is None or (np.isinf(held) != np.isinf(fill) if inexact else held != fill):
+        raise InputError("fill", f"got {fill!r}", f"Pass a number that an array of {dtype} can hold")
+    return fill
 
 
 def _move(ring: _Ring, places: tuple[int, ...], fill: float, x: jax.Array, ids: Any = None) -> tuple[jax.Array, ...]:
