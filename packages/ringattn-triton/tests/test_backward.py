@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from compile_reports import launches
-from given_blocks import RANGES, make_block, mask_in_tiles, near, with_option
+from given_blocks import CHOSEN, RANGES, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.errors import InputError
@@ -67,6 +67,11 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, i
 @pytest.mark.parametrize("option", RANGES)
 def test_ranges_of_positions_are_kept_to(option: str) -> None:
     check(with_option(option, 70, 61), option)
+
+
+@pytest.mark.parametrize("option", CHOSEN)
+def test_chosen_blocks_are_kept_to(option: str) -> None:
+    check(with_option(option, 70, 261), option)
 
 
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
