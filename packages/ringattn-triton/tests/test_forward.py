@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import RANGES, TOLERANCE, dense_mask, ids, make_block, mask_in_tiles, near, ranges, with_option
+from given_blocks import (
+    RANGES,
+    TOLERANCE,
+    dense_mask,
+    ids,
+    make_block,
+    mask_in_tiles,
+    near,
+    ranges,
+    spreads_nan,
+    with_option,
+)
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
@@ -41,6 +52,10 @@ def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monke
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 32)], ids=str)
 def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, int]) -> None:
     check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
+
+
+def test_nan_of_sinks_reaches_rows_that_see_no_key() -> None:
+    spreads_nan(KERNEL.forward, make_block(1, 70, 61, causal=True, offset=40, tiles=(16, 16)))
 
 
 @pytest.mark.parametrize("option", RANGES)
