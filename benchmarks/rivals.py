@@ -20,6 +20,7 @@ from ringattn_core import decode_attention
 from workloads import BOTH, PARTS, Workload
 
 OURS: Final = "ours"
+HERE: Final = "tokamax in ringattn"
 LAYOUT: Final = "zigzag"
 """The order of tokens on a ring of more than one device."""
 BACKENDS: Final = {"cpu": "xla", "gpu": "triton", "tpu": "tpu"}
@@ -174,6 +175,32 @@ def _why_no_linear_attention(workload: Workload) -> str | None:
     return None
 
 
+def _tokamax(workload: Workload, mesh: Mesh | None) -> Attention:
+    """tokamax's Mosaic kernels, by its own function."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    mask = {"is_causal": workload.causal, "local_window_size": workload.window}
+    return functools.partial(tokamax.dot_product_attention, implementation="mosaic_gpu", **mask)
+
+
+def _why_no_tokamax(workload: Workload) -> str | None:
+    if workload.documents:
+        return "its function takes documents only as a dense mask"
+    return _no_sinks(workload) or _why_no_half(workload)
+
+
+def _tokamax_here(workload: Workload, mesh: Mesh | None) -> Attention:
+    """The same kernels as a backend of ours, `examples/third-party-tokamax`."""
+    return lambda *arrays: ours(backend="example-tokamax", **workload.options())(*arrays)
+
+
+def _why_no_half(workload: Workload) -> str | None:
+    shape = workload.shape
+    if shape.dtype == "float32":
+        return "it takes half precision"
+    return "it takes heads of at most 128" if max(shape.head_size, shape.values) > 128 else None
+
+
 def _torch(workload: Workload, mesh: Mesh | None) -> Callable[..., Any]:
     """PyTorch's own choice of kernel, on tensors that share the arrays' memory."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -308,6 +335,8 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
         "ours, unordered": _UNORDERED,
         "FlashAttention-3": Rival(_flash_attention_3, flash_attention_3.why_not),
         "FlashAttention-4": Rival(_flash_attention_4, _why_no_flash_attention_4, parts=BOTH, module="fa4_jax"),
+        "tokamax": Rival(_tokamax, _why_no_tokamax, parts=BOTH, module="tokamax"),
+        HERE: Rival(_tokamax_here, _why_no_half, parts=BOTH, module="ringattn_example_tokamax"),
         "jax-linear-attention": Rival(_linear_attention, _why_no_linear_attention, module="jla"),
         "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
         "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),
