@@ -2,8 +2,8 @@
 """A whole call on one Hopper beside its rivals: the time of the fastest rival over ours, forward and with gradients.
 
 `python call_rivals.py causal documents`, or no name for all cases; `--list` names them. The rivals are
-FlashAttention-3, which must be installed unless `--rivals` leaves it out, and FlashAttention-4, jax-linear-attention
-and cuDNN where they are installed and compute the case. `interleaved.py` explains `sustained` and `burst`.
+FlashAttention-3, which must be installed unless `--rivals` leaves it out, and FlashAttention-4, jax-linear-attention,
+tokamax and cuDNN where they are installed and compute the case. `interleaved.py` explains `sustained` and `burst`.
 All programs are compiled before the first is timed, one after the other: Triton's compiler fails in several threads.
 """
 
@@ -19,7 +19,7 @@ from rivals import OURS, RIVALS
 from workloads import SUITES, Shape, Workload
 
 NEEDED: Final = "FlashAttention-3"
-OTHERS: Final = (NEEDED, "FlashAttention-4", "jax-linear-attention", "cuDNN")
+OTHERS: Final = (NEEDED, "FlashAttention-4", "jax-linear-attention", "tokamax", "cuDNN")
 UNORDERED: Final = "ours, unordered"
 MINE: Final = {"forward": (OURS,), "forward+backward": (OURS, UNORDERED)}
 """Our candidates in each part."""

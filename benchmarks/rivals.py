@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -174,6 +176,35 @@ def _why_no_linear_attention(workload: Workload) -> str | None:
     return None
 
 
+_PROFILER: Final = ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool")
+"""A profiler of 100 MB that tokamax imports, and that its attention does not need."""
+
+
+def _tokamax(workload: Workload, mesh: Mesh | None) -> Attention:
+    """tokamax's kernels in Mosaic, with the sizes of its rule: it brings tuned sizes for an H100, and none for an H200.
+
+    `xprof` is replaced by empty modules where it is not installed.
+    """
+    if importlib.util.find_spec(_PROFILER[0]) is None:
+        for name in _PROFILER:
+            sys.modules.setdefault(name, types.ModuleType(name))
+            sys.modules[name].__spec__ = importlib.util.spec_from_loader(name, None)
+    from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
+
+    return functools.partial(
+        dot_product_attention,
+        is_causal=workload.causal,
+        local_window_size=workload.window,
+        implementation="mosaic",
+    )
+
+
+def _why_no_tokamax(workload: Workload) -> str | None:
+    if workload.documents or workload.shape.dtype == "float32":
+        return "it takes half precision, and documents only as dense masks"
+    return _no_sinks(workload)
+
+
 def _torch(workload: Workload, mesh: Mesh | None) -> Callable[..., Any]:
     """PyTorch's own choice of kernel, on tensors that share the arrays' memory."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -309,6 +340,7 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
         "FlashAttention-3": Rival(_flash_attention_3, flash_attention_3.why_not),
         "FlashAttention-4": Rival(_flash_attention_4, _why_no_flash_attention_4, parts=BOTH, module="fa4_jax"),
         "jax-linear-attention": Rival(_linear_attention, _why_no_linear_attention, module="jla"),
+        "tokamax": Rival(_tokamax, _why_no_tokamax, parts=BOTH, module="tokamax"),
         "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
         "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),
     },
