@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -175,12 +177,27 @@ def _why_no_linear_attention(workload: Workload) -> str | None:
     return None
 
 
-def _tokamax(workload: Workload, mesh: Mesh | None) -> Attention:
-    """tokamax's Mosaic kernels, by its own function."""
-    import tokamax  # pyright: ignore[reportMissingImports]
+_PROFILER: Final = ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool")
+"""A profiler of 100 MB that tokamax imports, and that its attention does not need."""
 
-    mask = {"is_causal": workload.causal, "local_window_size": workload.window}
-    return functools.partial(tokamax.dot_product_attention, implementation="mosaic_gpu", **mask)
+
+def _tokamax(workload: Workload, mesh: Mesh | None) -> Attention:
+    """tokamax's kernels in Mosaic, with the sizes of its rule: it brings tuned sizes for an H100, and none for an H200.
+
+    `xprof` is replaced by empty modules where it is not installed.
+    """
+    if importlib.util.find_spec(_PROFILER[0]) is None:
+        for name in _PROFILER:
+            sys.modules.setdefault(name, types.ModuleType(name))
+            sys.modules[name].__spec__ = importlib.util.spec_from_loader(name, None)
+    from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
+
+    return functools.partial(
+        dot_product_attention,
+        is_causal=workload.causal,
+        local_window_size=workload.window,
+        implementation="mosaic",
+    )
 
 
 def _why_no_tokamax(workload: Workload) -> str | None:
