@@ -15,6 +15,7 @@ from jax._src.dispatch import runtime_tokens
 from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from right_programs import Program
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention, to_layout
 from ringattn_core.errors import InputError
 
@@ -282,6 +283,46 @@ def test_a_bias_of_one_head_and_one_query_for_each_rank_is_no_mistake() -> None:
     specs = (P(None, "sp", "tp"), P(None, "tp", "sp"))
     bias = jax.random.normal(jax.random.key(3), (1, N, 2, 2))
     jax.block_until_ready(in_shard_map(attend, specs, "jit", sp=2, tp=N)(Q[:, :2], bias))
+
+
+@pytest.mark.parametrize("form", ["mesh", "shard_map"])
+def test_shards_with_equal_values_are_no_mistake(form: str) -> None:
+    attend = functools.partial(ring_attention, axis_name="sp")
+    if form == "mesh":
+        over = jax.jit(functools.partial(attend, mesh=mesh_of(sp=4)))
+    else:
+        over = in_shard_map(attend, (P(None, "sp"),) * 3, "jit", sp=4)
+    for q, k, v in ((Q, K, V[:, :1]), (Q[:, :1], K[:, :1], V[:, :1]), (Q, K, jnp.tile(V[:, :2], (1, S // 2, 1, 1)))):
+        jax.block_until_ready(over(*(jnp.broadcast_to(x, Q.shape) for x in (q, k, v))))
+
+
+def test_ids_may_return_in_any_order() -> None:
+    for blocks in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0, 3, 3)):
+        ids = jnp.repeat(jnp.array(blocks), S // len(blocks))[None].repeat(B, 0)
+        for layout, ring in (("contiguous", 2), ("zigzag", 2), ("striped", 4)):
+            placed = to_layout(ids, layout, ring)
+            run(attention(ring, "mesh", {"q_segment_ids": placed, "causal": True, "layout": layout}), "jit")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_right_programs_raise_nothing(seed: int) -> None:
+    """`right_programs.py` draws them, and runs more as a script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Program(seed).run()
+
+
+@pytest.mark.parametrize("form", ["mesh", "shard_map"])
+def test_an_expand_that_mixes_tokens_is_found(form: str) -> None:
+    def attend(expand: Any) -> Any:
+        call = functools.partial(ring_attention, expand=expand, axis_name="sp")
+        if form == "mesh":
+            return jax.jit(functools.partial(call, mesh=mesh_of(sp=4)))(Q, K)
+        return in_shard_map(call, (P(None, "sp"),) * 2, "jit", sp=4)(Q, K)
+
+    jax.block_until_ready(attend(lambda x, _: (x, 2 * x)))
+    with raises("expand: mixes tokens: half of them alone do not give what they give among the others. Compute each"):
+        jax.block_until_ready(attend(lambda x, _: (x, jnp.cumsum(x, 1))))
 
 
 @pytest.mark.parametrize("mode", ["eager", "jit"])
