@@ -15,9 +15,9 @@ from jax._src.dispatch import runtime_tokens
 from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from right_programs import Program
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention, to_layout
 from ringattn_core.errors import InputError
+from ringattn_testing.right_programs import Program
 
 B, S, N, H = 2, 16, 4, 8
 Q, K, V = (jax.random.normal(key, (B, S, N, H)) for key in jax.random.split(jax.random.key(0), 3))
@@ -296,15 +296,16 @@ def test_shards_with_equal_values_are_no_mistake(form: str) -> None:
         jax.block_until_ready(over(*(jnp.broadcast_to(x, Q.shape) for x in (q, k, v))))
 
 
-def test_ids_may_return_in_any_order() -> None:
-    for blocks in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0, 3, 3)):
-        ids = jnp.repeat(jnp.array(blocks), S // len(blocks))[None].repeat(B, 0)
-        for layout, ring in (("contiguous", 2), ("zigzag", 2), ("striped", 4)):
-            placed = to_layout(ids, layout, ring)
-            run(attention(ring, "mesh", {"q_segment_ids": placed, "causal": True, "layout": layout}), "jit")
+@pytest.mark.parametrize(
+    ("blocks", "layout", "ring"),
+    [((0, 1, 0, 1), "contiguous", 2), ((0, 1, 1, 0), "zigzag", 2), ((0, 1, 2, 2, 1, 0, 3, 3), "zigzag", 4)],
+)
+def test_ids_may_return_in_any_order(blocks: tuple[int, ...], layout: str, ring: int) -> None:
+    ids = to_layout(np.repeat(np.int32([blocks] * B), S // len(blocks), 1), layout, ring)
+    run(attention(ring, "mesh", {"q_segment_ids": jnp.asarray(ids), "causal": True, "layout": layout}), "jit")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_right_programs_raise_nothing(seed: int) -> None:
     """`right_programs.py` draws them, and runs more as a script."""
     with warnings.catch_warnings():
