@@ -10,9 +10,9 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from effects import WITHOUT, matters
 from ringattn_conformance.cases import of_entry
 from ringattn_conformance.domains import BESIDE, OPTIONS, SIZES, Entry, draw
-from test_lattice import WITHOUT, matters
 
 Target = tuple[Any, int]
 """Something that a call brings, and its worth."""
