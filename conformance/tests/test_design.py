@@ -12,10 +12,10 @@ from ringattn_conformance.factors import BY_CLASS, OPTIONS, SIZES, Level, length
 from ringattn_conformance.lattice import Point, drawn, points
 from ringattn_core import Feature
 from ringattn_testing.conformance.broken_branches import BRANCHES, IGNORED, ignoring
+from ringattn_testing.conformance.catching import catches, size
 from ringattn_testing.conformance.draw_design import pairs, wanted
 from ringattn_testing.conformance.effects import matters
 from ringattn_testing.conformance.numpy_ring import Dense
-from test_broken_blocks_are_caught import catches, size
 
 EVERY: int = 3
 """Of the pairs of an option and a class of a size, the test breaks each so many-th."""

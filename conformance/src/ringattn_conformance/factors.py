@@ -3,7 +3,7 @@
 
 Kernels branch on sizes: on multiples of their tiles, on few queries, on heads that fill a register. A kernel is right
 only if it is right on both sides of each branch, with every option. So `cases.json` has a covering design: calls in
-which every two levels of two factors meet. `conformance/tests/draw_design.py` computes it.
+which every two levels of two factors meet. `ringattn_testing.conformance.draw_design` computes it.
 """
 
 from typing import Any, Final
