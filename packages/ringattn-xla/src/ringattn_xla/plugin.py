@@ -11,7 +11,7 @@ _FEATURES: Final = (
     Feature.CHUNKED, Feature.SEGMENT_IDS, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK,
     Feature.GROUPED_HEADS, Feature.UNEQUAL_VALUE_DIM, Feature.CROSS_LENGTHS, Feature.SOFT_CAP, Feature.SINKS,
     Feature.BIAS, Feature.ALIBI, Feature.DROPOUT, Feature.RETURN_LSE, Feature.ZIGZAG, Feature.STRIPED,
-    Feature.PRECISION, Feature.FUSED_BACKWARD, Feature.MAX_LOGITS, Feature.KEY_RANGE,
+    Feature.PRECISION, Feature.FUSED_BACKWARD, Feature.MAX_LOGITS, Feature.KEY_RANGE, Feature.SELECTED,
 )  # fmt: skip
 
 BACKEND: Final = Backend(

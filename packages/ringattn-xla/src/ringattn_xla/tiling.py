@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.bits import WORD, words_of
+from ringattn_core.contract.bits import WORD, packed, unpacked, words_of
 from ringattn_core.contract.protocol import LETTERS, Block
 from ringattn_core.contract.tiles import near_equal, tiles
 
@@ -45,7 +45,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     """
     q, kv = longest(block.reach.span, block.group)
     q = cut(block.q_length, params.q_blocksize or q)
-    kv = cut(block.kv_length, params.kv_blocksize or kv, 8 if block.bits is None else WORD)
+    kv = cut(block.kv_length, params.kv_blocksize or kv, _keys_apart(block))
     room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
     heads = largest_divisor(block.kv_heads, room)
     batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv_heads else 1
@@ -61,15 +61,19 @@ def longest(span: int, group: int) -> tuple[int, int]:
     return max(target // group, 16), target
 
 
-def cut(length: int, longest: int, multiple: int = 8) -> int:
+def _keys_apart(block: Block) -> int:
+    """What divides the length of each of several key tiles: then no two share a bit, or a word of single keys."""
+    return 1 if block.bits is None else WORD if block.grain == 1 else block.grain
+
+
+def cut(length: int, longest: int, multiple: int = 1) -> int:
     """The tile size that cuts `length` into the fewest nearly equal tiles of at most `longest`.
 
-    With several tiles, it is a multiple of 8 if `longest` is. If `multiple` is `WORD`, it always is a multiple of that:
-    then no two tiles share a word of bits.
+    Several tiles have a multiple of 8 tokens if `longest` is one, and always a `multiple`, if need be a longer one.
     """
-    if multiple == WORD:
-        longest = -(-longest // WORD) * WORD
-    return near_equal(length, longest, multiple if length > longest and longest % multiple == 0 else 1)
+    longest = -(-longest // multiple) * multiple
+    whole = multiple if multiple > 1 else 8
+    return near_equal(length, longest, whole if length > longest and longest % whole == 0 else 1)
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -79,6 +83,16 @@ def largest_divisor(number: int, most: int) -> int:
 def pad(block: Block, size: Cut) -> Block:
     """The block, padded to whole tiles of `size`."""
     return block.padded_to(-(-block.q_length // size.q) * size.q, -(-block.kv_length // size.kv) * size.kv)
+
+
+def _with_words_of_tiles(block: Block, size: Cut) -> Block:
+    """The block with words of its own for each key tile, so that a step reads whole words (only `_tile` reads them)."""
+    count = block.kv_length // size.kv
+    if block.bits is None or block.grain == 1 or count == 1:
+        return block
+    each = size.kv // block.grain
+    words = packed(unpacked(block.bits, count * each).reshape(*block.bits.shape[:3], count, each))
+    return dataclasses.replace(block, bits=words.reshape(*block.bits.shape[:3], -1))
 
 
 def over_visible_tiles(
@@ -95,24 +109,41 @@ def over_visible_tiles(
     `axes` has the letters of all arrays, by name (`_take`). An invisible tile has no step, so it costs nothing.
     """
     some, _ = tiles(block, size.q, size.kv)
+    block = _with_words_of_tiles(block, size)
     if some.shape[0] > 1:
         size = size._replace(batch=1)
-    some = jnp.broadcast_to(some, (block.q.shape[0] // size.batch, *some.shape[1:]))
+    if some.shape[1] > 1:  # a step has several key heads
+        some = some.reshape(len(some), -1, size.heads, *some.shape[2:]).any(2)
+    some = jnp.swapaxes(some, 0, 1)
+    some = jnp.broadcast_to(some, (some.shape[0], block.q.shape[0] // size.batch, *some.shape[2:]))
     number = jnp.arange(some.size, dtype=jnp.int32)
     listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
     count = some.sum(dtype=jnp.int32)
+    alike = block.kv_heads // (
+        size.heads * some.shape[0]
+    )  # how many times the list is run: for heads without their own
 
     def step(at: Any, carried: Arrays) -> Arrays:
-        head, nth = _divided(at, count)
+        again, nth = _divided(at, count)
         tile = jax.lax.dynamic_index_in_dim(listed, nth, keepdims=False, allow_negative_indices=False)
-        row, column = _divided(tile, some.shape[2])
-        batch, row = _divided(row, some.shape[1])
+        row, column = _divided(tile, some.shape[3])
+        batch, row = _divided(row, some.shape[2])
+        head, batch = _divided(batch, some.shape[1])
+        head = head if alike == 1 else again
         start = Cut(batch * size.batch, head * size.heads, row * size.q, column * size.kv)
         parts = [{n: _take(x, axes[n], block, start, size) for n, x in arrays.items()} for arrays in (read, carried)]
         after = body(_tile(block, start, size), *parts)
         return {n: _put(x, after[n], axes[n], block, start, size) for n, x in carried.items()}
 
-    return jax.lax.fori_loop(0, count * (block.kv_heads // size.heads), step, carried)
+    return jax.lax.fori_loop(0, count * alike, step, carried)
+
+
+def _words(block: Block, start: Cut, size: Cut) -> tuple[int, Any, int]:
+    """The number of words of bits of the whole block, and the first and the number of those of a step."""
+    if block.grain == 1:
+        return words_of(block.kv_length), _divided(start.kv, WORD)[0], words_of(size.kv)
+    each = words_of(size.kv, block.grain)
+    return each * (block.kv_length // size.kv), _divided(start.kv, size.kv)[0] * each, each
 
 
 def _divided(number: Any, by: Any) -> tuple[Any, Any]:
@@ -162,8 +193,11 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
         "T": (block.q_length, start.q, size.q),
         "R": (block.q_length * group, start.q * group, size.q * group),
         "S": (block.kv_length, start.kv, size.kv),
-        "W": (words_of(block.kv_length), _divided(start.kv, WORD)[0], words_of(size.kv)),
+        "W": _words(block, start, size),
     }
+    if block.bits is not None and block.bits_of_head is None and block.bits.shape[1] > 1:
+        sets = block.bits.shape[1] // block.kv_heads
+        of["M"] = (sets * block.kv_heads, start.heads * sets, size.heads * sets)
     starts, sizes = [], []
     for axis, length in zip(axes, x.shape, strict=True):
         whole, at, many = of.get(axis, (length, 0, length))

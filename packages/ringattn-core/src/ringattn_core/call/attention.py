@@ -45,6 +45,8 @@ def ring_attention(
     query_offset: int | arrays.QueryOffset | None = None,
     mask_info: MaskInfo | None = None,
     attention_mask: arrays.DenseMask | None = None,
+    selected: arrays.Selected | None = None,
+    selected_size: int = 1,
     mask_builder: Builder | None = None,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -107,6 +109,12 @@ def ring_attention(
             with `q_positions`.
         mask_info: A `MaskInfo`: segment ids, positions, ranges and a dense mask as one pytree.
         attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
+        selected: The keys that each query chooses, `[B, T, groups, n]` integers, beside all masks: the indices in the
+            sequence of `n` keys, or of blocks of `selected_size` keys. -1 is no block; a repeated id counts once.
+            `groups` is 1 if all heads share a choice, `K` if those of a key head do, or `N`. Ranks of a ring hold the
+            ids of their own queries.
+        selected_size: The number of keys of a block: block `i` has the keys from `i * selected_size` on. It divides the
+            shard of a rank (in zigzag order, each of its two chunks), and is 1 in striped order.
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths; `num_reps` is `N // K`. See `ringattn_core.masks`.
         softmax_scale: The factor of the scores, by default `H ** -0.5`.
@@ -251,6 +259,8 @@ def per_shard(backend: str) -> RingKernel:
         balance: str | None = None,
         return_max_logits: bool = False,
         kv_range: tuple[Any, Any] | None = None,
+        selected: arrays.Selected | None = None,
+        selected_size: int = 1,
     ) -> Any:
         """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
 

@@ -26,6 +26,7 @@ from .dispatch import answer, chosen
 from .entry import entry
 from .mesh_roles import named_roles, refuse_indivisible_axes, split_of_call
 from .options import options_in
+from .selected import refuse_straddling
 from .sharding import call_over_shards, sharded
 from .validation import fitted
 
@@ -48,6 +49,8 @@ def decode_attention(
     alibi_slopes: arrays.PerHead | None = None,
     kv_positions: arrays.KeyPositions | None = None,
     kv_range: tuple[Any, Any] | None = None,
+    selected: arrays.Selected | None = None,
+    selected_size: int = 1,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -82,6 +85,9 @@ def decode_attention(
             cache; a negative position marks an empty entry. `lengths` then count every token of a row, including tokens
             that newer ones have overwritten. By default entry `i` of the sequence holds token `i`.
         kv_range: The first and the last position that each query sees, as in `ring_attention`; still none after itself.
+        selected: The entries of the cache, or blocks of them, that each query chooses, as in `ring_attention`: ids are
+            indices in the cache, not positions.
+        selected_size: As in `ring_attention`.
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
@@ -112,6 +118,8 @@ def prefill_attention(
     alibi_slopes: arrays.PerHead | None = None,
     kv_positions: arrays.KeyPositions | None = None,
     kv_range: tuple[Any, Any] | None = None,
+    selected: arrays.Selected | None = None,
+    selected_size: int = 1,
     axis_name: AxisName = None,
     batch_axis_name: AxisName = None,
     head_axis_name: AxisName = None,
@@ -146,6 +154,9 @@ def prefill_attention(
         softmax_aux: Attention sinks, as in `ring_attention`.
         kv_positions: As in `decode_attention`. The cache must still hold what the first query of the chunk sees.
         kv_range: The first and the last position that each query sees, as in `ring_attention`; still none after itself.
+        selected: The entries of the cache, or blocks of them, that each query chooses, as in `ring_attention`: ids are
+            indices in the cache, not positions.
+        selected_size: As in `ring_attention`.
         send: "keys", "queries" or "auto".
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
@@ -213,6 +224,7 @@ def _cache_call(variables: dict[str, Any], whole_queries: bool) -> _CacheCall:
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
     refuse_indivisible("key_cache", sizes.lengths[1], call.placement.layout, ranks)  # padding it would copy it all
+    refuse_straddling(call, ranks, call.key.shape[1] if mesh is None else sizes.lengths[1] // ranks)
     if mesh is None and not whole_queries:
         refuse_indivisible("query", tokens, call.placement.layout, ranks)
     first = jnp.broadcast_to(known, rows) - tokens

@@ -103,6 +103,21 @@ def _end_of_range(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     return whole
 
 
+def selected(argument: str, x: Any, sizes: Sizes) -> jax.Array:
+    """Checks the ids of chosen keys: integers `[B, T, groups, chosen]`, with 1, `K` or `N` groups."""
+    found = as_int32(argument, x)
+    rows, tokens, heads, key_heads = (sizes.of[letter] for letter in "BTNK")
+    if found.ndim != 4 or found.shape[:2] != (rows, tokens) or found.shape[2] not in (1, key_heads, heads):
+        groups = "|".join(str(number) for number in dict.fromkeys((1, key_heads, heads)))
+        remedy = f"It needs ({rows}, {tokens}, {groups}, n): n ids a query, of all heads, key heads or heads"
+        raise InputError(argument, f"has shape {found.shape}", remedy)
+    return found
+
+
+def selected_size(argument: str, x: Any, _: Sizes) -> int:
+    return whole(argument, static(argument, x), 1, remedy="It needs an integer of at least 1: the keys of a block")
+
+
 def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array:
     """Checks an offset, one integer or one for each batch row: no query may get a position of 2^30 or beyond."""
     least, most, _ = POSITION

@@ -33,9 +33,9 @@ def answer(registration: Registration, call: Call) -> Any:
     call = call if call.check is None else call.check(call)
     call = call.placed(strategy=strategy_of(registration, call))
     if backend.kernel is None:
-        for name in ("balance", "return_max_logits", "kv_range"):
+        for name in ("balance", "return_max_logits", "kv_range", "selected"):
             if not is_off(asked := call.options[name]):
-                said = "a range" if name == "kv_range" else repr(asked)
+                said = {"kv_range": "a range", "selected": "an array"}.get(name) or repr(asked)
                 fact = f"{said} needs a kernel of one block, but backend {registration.name!r} drives its own ring"
                 raise InputError(name, fact, "Leave it out, or pass another backend")
         result = _by_ring_kernel(implementation, with_parameters(registration, call.expanded()))

@@ -47,6 +47,8 @@ OPTIONS: Final = (
     Option("bwd_params", lambda _, value, __: BwdParams.of(value)),
     Option("fused_backward", checks.flag, Feature.FUSED_BACKWARD),
     Option("attention_mask", feature=Feature.ATTENTION_MASK),
+    Option("selected", checks.selected, Feature.SELECTED),
+    Option("selected_size", checks.selected_size),
     Option("q_positions", checks.positions, Feature.POSITIONS),
     Option("kv_positions", checks.positions),
     Option("kv_range", checks.key_range, Feature.KEY_RANGE),

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.core
@@ -23,6 +23,7 @@ from ..placement.mesh import over_explicit, placed, ranks_of
 from ..tuning import choice
 from .dispatch import answer, chosen
 from .mesh_roles import refuse_repeated_indices, roles_of
+from .selected import refuse_straddling
 from .tracked import within_tracked
 
 Arrays = dict[str, Any]
@@ -73,15 +74,27 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         fact = f"gives all heads, but the mesh axes {roles.heads} split them"
         remedy = "Call inside your own jax.shard_map that splits expand_params over them, or pass head_axis_name=()"
         raise InputError("expand", fact, remedy)
-    chunks = ranks * pieces(call.placement.balance or call.placement.layout)
-    more = (-call.query.shape[1] % chunks, -call.key.shape[1] % chunks)
+    more = _padding(call, ranks)
+    refuse_straddling(call, ranks, (call.key.shape[1] + more[1]) // ranks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
     if more != (0, 0) or copies > 1:
         # JAX does not pad an axis that explicit mesh axes split (benchmarks/upstream/resize_explicit_axis.py).
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         call = _padded(dataclasses.replace(call, **_each(over_explicit, call, mesh, specs(call, whole))), *more)
-        call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
+        repeated = {"key": _repeated(call.key, copies), "value": _repeated(call.value, copies)}
+        call = dataclasses.replace(call, **repeated, selected=call.selected_by(copies))
     return call.with_shared_gradients(roles).placed(**roles.names), roles
+
+
+def _padding(call: Call, ranks: int) -> tuple[int, int]:
+    """How many queries and keys to add, so that every rank has as many, and whole blocks of `selected`.
+
+    If there are as many queries as keys, there are after padding too.
+    """
+    chunks = ranks * pieces(call.placement.balance or call.placement.layout)
+    blocks = chunks * (call.selected_size or 1) if ranks > 1 and call.placement.layout == "contiguous" else chunks
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    return -queries % (blocks if queries == keys else chunks), -keys % blocks
 
 
 def call_over_shards(
@@ -147,6 +160,10 @@ def _each(place: Callable[..., jax.Array], call: Call, mesh: Any, split: dict[st
     }
 
 
+_ABSENT: Final = ("_ids", "check_positions", "selected")
+"""How the names of arrays end in which padding is -1."""
+
+
 def _padded(call: Call, queries: int, keys: int) -> Call:
     """Adds `queries` and `keys` padding tokens. `sharded` removes padding queries from the result.
 
@@ -166,7 +183,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         whole = call.query.shape[1] != 1
         widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
         if any(width for _, width in widths):
-            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith(("_ids", "check_positions")) else 0)
+            grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith(_ABSENT) else 0)
     if call.latents is not None:
         grown["latents"] = [jnp.pad(x, [(0, 0), (0, keys), *[(0, 0)] * (x.ndim - 2)]) for x in call.latents]
     return dataclasses.replace(call, **grown)

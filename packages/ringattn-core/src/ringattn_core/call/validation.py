@@ -20,6 +20,7 @@ from .checks import Sizes, refuse_misfit
 from .key_heads import own_key_heads
 from .mesh_roles import refuse_repeated_indices
 from .options import canonical
+from .selected import refuse_straddling, with_size
 
 CHECK: Final = "RINGATTN_CHECK"
 DTYPES: Final = ("float32", "float16", "bfloat16")
@@ -39,6 +40,7 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     )
     for name, length in zip(("query", "key"), sizes.lengths, strict=True):
         layouts.refuse_indivisible(name, length, layout, sizes.lengths[0] // call.query.shape[1], said_by)
+    refuse_straddling(call, sizes.lengths[1] // call.key.shape[1], call.key.shape[1])
     roles = arrays.Roles(
         call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
     )
@@ -69,7 +71,7 @@ def fitted(
         )
     if not dropout:
         options["dropout_seed"] = None
-    call = Call.of(q, k, v, options)
+    call = Call.of(q, k, v, with_size(options, sizes.lengths[1]))
     _refuse_broken_promise(call, sizes.lengths)
     if call.placement.balance is not None and call.placement.layout != "contiguous":
         fact = f"{call.placement.balance!r} is for arrays in contiguous order, but layout={call.placement.layout!r}"
@@ -164,7 +166,7 @@ def _refuse_broken_promise(call: Call, lengths: tuple[int, int]) -> None:
 
     Queries after the last key are left out, as if there were none.
     """
-    hidden = any(name in call.arrays for name in ("q_segment_ids", "kv_first", "attention_mask", "bias"))
+    hidden = any(name in call.arrays for name in ("q_segment_ids", "kv_first", "attention_mask", "selected", "bias"))
     if call.placement.max_distance == Reach() or hidden or call.mask_builder is not None or not call.natural:
         return
     last, positions = lengths[1] - 1, np.arange(min(lengths), dtype=np.int32)

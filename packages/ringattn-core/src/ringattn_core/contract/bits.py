@@ -1,20 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs masks that are no intervals into words of 32 keys: a bit for each pair of a query and a key."""
+"""Packs which keys a query sees into words of 32 bits, a bit for each key or block of keys: masks and chosen keys."""
 
+import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt32
+import numpy as np
+from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 from ..masks import Coordinates, Mask
 
 WORD: Final = 32
-"""The number of keys of a word. Key `j` has bit `j % WORD` of word `j // WORD`."""
+"""The number of bits of a word. Bit `k` is bit `k % WORD` of word `k // WORD`."""
 PAIRS_AT_ONCE: Final = 2**28
 """A mask is evaluated for at most so many pairs of a query and a key at a time. As booleans, these take 256 MiB, where
 XLA does not fuse the mask with the packing."""
+
+
+class Bits(NamedTuple):
+    """`m` sets of words, and the number of keys of a bit: bit `k` is for the keys from `k * grain` on (`Block.bits`).
+
+    `of_head` has the number of each head's set. If it is `None`, head `n` of `N` has set `n * m // N`.
+    """
+
+    words: UInt32[Array, "b m T W"]
+    of_head: Int32[Array, " N"] | None = None
+    grain: int = 1
 
 
 def of_masks(
@@ -23,11 +36,10 @@ def of_masks(
     dense: Bool[Array, "b n T S"] | None,
     q: Coordinates,
     kv: Coordinates,
-) -> tuple[UInt32[Array, "b m T W"] | None, Int32[Array, " N"] | None]:
-    """The sets of words of the pairs that both `masks` and the `dense` mask allow, and the number of each head's set.
+) -> Bits | None:
+    """The bits of the pairs that both `masks` and the `dense` mask allow; `None` without `masks` and `dense`.
 
-    `mask_of_head` has the number of each head's mask in `masks`. The words are `None` without `masks` and `dense`, and
-    the numbers are `None` if all heads share one set.
+    `mask_of_head` has the number of each head's mask in `masks`.
     """
     words = None if dense is None else packed(dense)
     of_head = None if dense is None or dense.shape[1] == 1 else jnp.arange(dense.shape[1], dtype=jnp.int32)
@@ -40,18 +52,65 @@ def of_masks(
             words, of_head = stacked if words is None else stacked & words, own
         else:
             words = words & (stacked if own is None else stacked[:, own])
-    return words, of_head
+    return None if words is None else Bits(words, of_head)
 
 
-def unpacked(words: UInt32[Array, "*rows W"], length: int) -> Bool[Array, "*rows S"]:
-    """The bits of the first `length` keys as booleans."""
+def of_numbers(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*rows W"]:
+    """The words of `count` bits in which the bits with these numbers are set. A number outside sets none.
+
+    XLA fuses this to one loop over the words of a row, which reads the row's numbers.
+    """
+    inside = (numbers >= 0) & (numbers < count)
+    bit = jnp.where(inside, jnp.uint32(1) << (numbers % WORD).astype(jnp.uint32), jnp.uint32(0))
+    shape = (*numbers.shape[:-1], words_of(count), numbers.shape[-1])
+    mine = numbers[..., None, :] // WORD == jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+    mine = jnp.where(mine, bit[..., None, :], jnp.uint32(0))
+    return jax.lax.reduce(mine, np.uint32(0), jax.lax.bitwise_or, (numbers.ndim,))
+
+
+def both(a: Bits | None, b: Bits | None, heads: int, keys: int) -> Bits | None:
+    """The pairs that both allow, for so many query heads and keys; `None` allows all. The grain is one that fits both.
+
+    Where heads have a set of their own in both, the result has a set for each head.
+    """
+    if a is None or b is None:
+        return b if a is None else a
+    grain = math.gcd(a.grain, b.grain)
+    (a_words, b_words), of_head = (regrained(x, 0, keys, grain) for x in (a, b)), None
+    if a_words.shape[1] > 1 and b_words.shape[1] > 1:
+        a_words, b_words = (by_head(words, x.of_head, heads) for words, x in ((a_words, a), (b_words, b)))
+    else:
+        of_head = a.of_head if a_words.shape[1] > 1 else b.of_head
+    return Bits(a_words & b_words, of_head, grain)
+
+
+def by_head(sets: Shaped[Array, "b m *rest"], of_head: Int32[Array, " N"] | None, heads: int) -> jax.Array:
+    """The set of each of so many heads, `[b, N, ...]`, or the only set, `[b, 1, ...]`."""
+    if of_head is not None:
+        return sets[:, of_head]
+    return sets if sets.shape[1] == 1 else jnp.repeat(sets, heads // sets.shape[1], 1)
+
+
+def regrained(bits: Bits, start: int, keys: int, grain: int) -> UInt32[Array, "b m T W"]:
+    """The words of so many keys from key `start` on, with a bit for each `grain` keys.
+
+    `grain` divides `bits.grain` and `start`.
+    """
+    if grain == bits.grain and start == 0:
+        return bits.words
+    return packed(unpacked(bits.words, -(-(start + keys) // grain), bits.grain // grain)[..., start // grain :])
+
+
+def unpacked(words: UInt32[Array, "*rows W"], length: int, grain: int = 1) -> Bool[Array, "*rows S"]:
+    """Whether each of `length` keys has its bit set, as booleans; a bit is for `grain` keys."""
     bits = (words[..., None] >> _places(words.ndim)) & jnp.uint32(1)
-    return bits.reshape(*words.shape[:-1], -1)[..., :length] != 0
+    seen = bits.reshape(*words.shape[:-1], -1)[..., : -(-length // grain)] != 0
+    return (seen if grain == 1 else jnp.repeat(seen, grain, -1))[..., :length]
 
 
-def words_of(keys: int) -> int:
-    """The number of words that hold so many keys."""
-    return -(-keys // WORD)
+def words_of(keys: int, grain: int = 1) -> int:
+    """The number of words that hold the bits of so many keys."""
+    return -(-keys // (WORD * grain))
 
 
 def _of_mask(mask: Mask, q: Coordinates, kv: Coordinates) -> UInt32[Array, "b T W"]:

@@ -40,8 +40,9 @@ class Call:
     A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
     The arrays are the arguments of `ring_attention` with the same names; `kv_first` and `kv_last` are the two of
-    `kv_range`, `[b, n, T]`. Sinks have a row for each head, and segment ids come in pairs or not at all. `rule`,
-    `reach` and `placement` hold all other options, and `mask_builder` the masks that the caller's function made.
+    `kv_range`, `[b, n, T]`. `selected_size` is `None` exactly where `selected` is. Sinks have a row for each head, and
+    segment ids come in pairs or not at all. `rule`, `reach` and `placement` hold all other options, and `mask_builder`
+    the masks that the caller's function made.
 
     `wide`, which is no argument, names arrays that were converted to float32 so that their gradients are summed in
     float32. Kernels get these arrays in the dtype of the queries (`narrowed`). `check` is what `RINGATTN_CHECK=1` does
@@ -66,6 +67,8 @@ class Call:
     kv_last: arrays.KeyRange | None = None
     mask_builder: Built | None = None
     attention_mask: arrays.DenseMask | None = None
+    selected: arrays.Selected | None = None
+    selected_size: int | None = None
     bias: arrays.Bias | None = None
     alibi_slopes: arrays.PerHead | None = None
     softmax_aux: arrays.Sinks | None = None
@@ -125,6 +128,11 @@ class Call:
         if self.expand is not None:
             found["expand_params"] = self.expand.narrowed(self.expand_params)
         return dataclasses.replace(self, **found)
+
+    def selected_by(self, copies: int) -> Any:
+        """`selected` for keys with each head repeated `copies` times: ids of a key head are those of its copies too."""
+        of_key_heads = self.selected is not None and 1 < self.selected.shape[2] == self.key.shape[2]
+        return jnp.repeat(self.selected, copies, 2) if of_key_heads and copies > 1 else self.selected
 
     def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
         """The call with a float32 bias if several ranks share the bias, so that they add up its gradient in float32.
@@ -207,6 +215,7 @@ REACH: Final[Mapping[str, Any]] = {"causal": False, "sliding_window": None, "chu
 _OWN_OPTIONS: Final = (
     *(name for name in ARRAYS if name not in ("query", "key", "value", "kv_first", "kv_last")),
     "mask_builder",
+    "selected_size",
     "return_lse",
 )
 DEFAULTS: Final[Mapping[str, Any]] = {

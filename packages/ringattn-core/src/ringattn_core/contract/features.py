@@ -19,6 +19,7 @@ class Feature(enum.Enum):
     POSITIONS = "Positions of the caller's own replace those of the layout."
     MASK_BUILDER = "A mask of the mask algebra, or anything indexable, for each head."
     ATTENTION_MASK = "A dense boolean mask."
+    SELECTED = "A query sees the keys, or blocks of keys, whose ids it is given, for each group of heads."
     GROUPED_HEADS = "Fewer key heads than query heads (GQA, MQA)."
     UNEQUAL_VALUE_DIM = "Values of another size than queries and keys."
     CROSS_LENGTHS = "The number of queries differs from the number of keys."

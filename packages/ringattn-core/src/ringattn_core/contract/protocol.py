@@ -51,9 +51,11 @@ class Block:
         kv_segments: The segment ids of keys; `None` exactly where `q_segments` is.
         bias: The columns of the bias for these keys. It is added after the scale and the soft cap. An entry below
             `BIAS_FORBIDS` forbids its pair, as -inf does (`visibility.with_forbidden`).
-        bits: All masks that are no intervals: bit `j % 32` of word `j // 32` says whether a query sees key `j` of this
-            block. There are `m` sets of words.
-        bits_of_head: For each head, the number of its set of words; `None` if all heads share one.
+        bits: All masks that are no intervals, and chosen keys: bit `k % 32` of word `k // 32`, with `k = j // grain`,
+            says whether a query sees key `j` of this block. There are `m` sets of words.
+        bits_of_head: For each head, the number of its set of words. `None`: head `n` of `N` has set `n * m // N`, so
+            heads of a group share a set, unless there are more sets than key heads.
+        grain: How many keys a bit is for: 1, unless the call has `selected`. The last bit may be for fewer.
         slopes: ALiBi: `slopes * |q_position - kv_position|` is subtracted from the scores.
         seed: The dropout seed of each row of the batch.
         rule: What one score is, such as scale and soft cap, and tile sizes.
@@ -87,6 +89,7 @@ class Block:
     slopes: Float32[Array, "b N"] | None
     seed: UInt32[Array, " B"] | None
     rule: Rule = dataclasses.field(metadata={"static": True})
+    grain: int = dataclasses.field(default=1, metadata={"static": True})
     reach: Reach = dataclasses.field(default=Reach(), metadata={"static": True})
     monotone: bool = dataclasses.field(default=False, metadata={"static": True})
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -141,20 +144,21 @@ class Block:
         return self._mapped(f, axes_with(Block, "T", "t"), self.q_length)
 
     def map_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> "Block":
-        """Replaces every array `x` that has a key axis `a` by `f(x, a)`. Not `bits`, which has words of 32 keys."""
+        """Replaces every array `x` that has a key axis `a` by `f(x, a)`. Not `bits`, which has words of many keys."""
         kv = jax.tree.map(lambda x: f(x, x.ndim - 3), self.kv)
         return dataclasses.replace(self._mapped(f, axes_with(Block, "S"), self.kv_length), kv=kv)
 
     def tile(self, q_start: Any, q_size: int, kv_start: Any, kv_size: int) -> "Block":
         """The part of the block with these queries and keys; the starts may be traced.
 
-        If the block has bits, `kv_start` is a multiple of 32.
+        If the block has bits, `kv_start` is a multiple of the keys of a word, `32 * grain`.
         """
         rows = self.map_queries(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, q_start, q_size, axis))
         tile = rows.map_keys(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, kv_start, kv_size, axis))
         if tile.bits is None:
             return tile
-        words = jax.lax.dynamic_slice_in_dim(tile.bits, kv_start // WORD, words_of(kv_size), 3)
+        first, count = kv_start // (WORD * self.grain), words_of(kv_size, self.grain)
+        words = jax.lax.dynamic_slice_in_dim(tile.bits, first, count, 3)
         return dataclasses.replace(tile, bits=words)
 
     def padded_to(self, q_length: int, kv_length: int) -> "Block":
@@ -167,7 +171,7 @@ class Block:
             block,
             kv=jax.tree.map(lambda x: padded(x, kv_length, x.ndim - 3), self.kv),
             kv_index=padded(self.kv_index, kv_length, 1, -1),
-            bits=None if block.bits is None else padded(block.bits, words_of(kv_length), 3),
+            bits=None if block.bits is None else padded(block.bits, words_of(kv_length, self.grain), 3),
             padded=True,
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from ..masks import all_of
-from .bits import WORD, packed
+from .bits import WORD, Bits, by_head, packed, regrained
 from .protocol import Block
 
 Ends = tuple[Any, Any]
@@ -22,11 +22,17 @@ class Tiles(NamedTuple):
 
     A kernel may skip a tile where `some` is false, and needs no mask where `full` is true. Both are conservative:
     `some` may be true where nothing is visible, `full` may be false where every pair is. `full` implies `some`. `g` is
-    1 if nothing depends on the batch row, else `B`.
+    1 if nothing depends on the batch row, else `B`. `h` is `K` if key heads differ in `bits`: then both speak of the
+    query heads that read one key head. Otherwise it is 1.
     """
 
-    some: Bool[Array, "g nq nk"]
-    full: Bool[Array, "g nq nk"]
+    some: Bool[Array, "g h nq nk"]
+    full: Bool[Array, "g h nq nk"]
+
+    @property
+    def of_all_heads(self) -> "Tiles":
+        """The tiles of all heads together, with `h` 1."""
+        return Tiles(self.some.any(1, keepdims=True), self.full.all(1, keepdims=True))
 
 
 def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
@@ -42,11 +48,12 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     parts = overlaps(first, last, kv_ends)
     if block.q_segments is not None and block.kv_segments is not None:
         parts.append(_of_segments(block.q_segments, block.kv_segments, q_tile, kv_tile, padding))
-    if block.bits is not None:
-        parts.append(_of_bits(block.bits, block.kv_length, q_tile, kv_tile))
     if padding is not None:
         parts.append((~padding.all(-1)[:, None, :], ~padding.any(-1)[:, None, :]))
-    grid = jnp.ones((1, block.q_length // q_tile, block.kv_length // kv_tile), bool)
+    parts = [(some[:, None], full[:, None]) for some, full in parts]
+    if block.bits is not None:
+        parts.append(_of_bits(block, block.bits, q_tile, kv_tile))
+    grid = jnp.ones((1, 1, block.q_length // q_tile, block.kv_length // kv_tile), bool)
     some, full = (all_of(part) for part in zip((grid, grid), *parts, strict=True))
     return Tiles(*jnp.broadcast_arrays(some, full))
 
@@ -111,18 +118,36 @@ def _of_segments(
     return some, (low == high) & (kv_low == kv_high) & (low == kv_low) & (low >= 0)
 
 
-def _of_bits(words: jax.Array, keys: int, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
-    """`(some, full)`: any bit in any set of words; all bits in all sets. Bits past the last key do not count."""
+def _of_bits(block: Block, words: jax.Array, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
+    """`(some, full)` of each key head: any bit, and all bits, in any set of its query heads."""
+    by_tile = words.reshape(*words.shape[:2], -1, q_tile, words.shape[3])
+    some, full = (
+        _of_keys(jax.lax.reduce(by_tile, np.uint32(neutral), combine, (3,)), block, kv_tile, combine, neutral)
+        for combine, neutral in ((jax.lax.bitwise_or, 0), (jax.lax.bitwise_and, 2**32 - 1))
+    )
+    return _of_key_heads(some != 0, block, jnp.any), _of_key_heads(full == np.uint32(2**32 - 1), block, jnp.all)
+
+
+def _of_keys(words: jax.Array, block: Block, kv_tile: int, combine: Any, neutral: int) -> jax.Array:
+    """Combines the bits of each key tile to a word, `[b m nq nk]`. Bits past the last key become those of `neutral`."""
+    grain = math.gcd(block.grain, kv_tile)
+    if grain < block.grain:  # a bit is for keys of several tiles
+        words = regrained(Bits(words, None, block.grain), 0, block.kv_length, grain)
+    keys, kv_tile = block.kv_length // grain, kv_tile // grain  # counted in bits
     counted = packed(jnp.arange(words.shape[3] * WORD).reshape(1, 1, 1, -1) < keys)
+    words = words | ~counted if neutral else words & counted
     if (size := math.gcd(kv_tile, WORD)) < WORD:  # cut words into parts that belong to one tile each
         starts = jnp.arange(0, WORD, size, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1)
-        cut = (((x[..., None] >> starts) & jnp.uint32(2**size - 1)) for x in (words, counted))
-        words, counted = (x.reshape(*x.shape[:3], -1)[..., : keys // size] for x in cut)
+        ones = jnp.uint32(2**size - 1)
+        parts = (words[..., None] >> starts) & ones
+        words = (parts | ~ones if neutral else parts).reshape(*words.shape[:3], -1)[..., : keys // size]
+    by_tile = words.reshape(*words.shape[:3], keys // kv_tile, -1)
+    return jax.lax.reduce(by_tile, np.uint32(neutral), combine, (4,))
 
-    def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:
-        by_tile = x.reshape(*x.shape[:2], -1, q_tile, keys // kv_tile, x.shape[3] * kv_tile // keys)
-        return jax.lax.reduce(by_tile, np.uint32(neutral), combine, (1, 3, 5))
 
-    some = reduced(words & counted, jax.lax.bitwise_or, 0)
-    full = reduced(words | ~counted, jax.lax.bitwise_and, 2**32 - 1)
-    return some != 0, full == np.uint32(2**32 - 1)
+def _of_key_heads(of_set: jax.Array, block: Block, combine: Any) -> jax.Array:
+    """`[b h nq nk]` from `[b m nq nk]`: combines the sets of the query heads that read a key head."""
+    if of_set.shape[1] == 1 or (block.bits_of_head is None and of_set.shape[1] == block.kv_heads):
+        return of_set
+    of_heads = by_head(of_set, block.bits_of_head, block.q.shape[2])
+    return combine(of_heads.reshape(len(of_set), block.kv_heads, block.group, *of_set.shape[2:]), 2)

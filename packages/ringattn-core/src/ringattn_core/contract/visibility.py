@@ -79,8 +79,8 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
         ids, kv_ids = block.q_segments[:, None, :, None], block.kv_segments[:, None, None, :]
         parts.append((ids == kv_ids) & (ids >= 0))
     if block.bits is not None:
-        words = block.bits if block.bits_of_head is None else block.bits[:, block.bits_of_head]
-        parts.append(bits.unpacked(words, block.kv_length))
+        words = bits.by_head(block.bits, block.bits_of_head, block.q.shape[2])
+        parts.append(bits.unpacked(words, block.kv_length, block.grain))
     if block.padded:
         parts.append((block.kv_index >= 0)[:, None, None])
     return all_of(parts)

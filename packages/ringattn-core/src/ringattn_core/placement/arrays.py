@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which axes each array of a call has, in letters, and over which mesh axes those axes are split.
 
-The letters are those of `docs/notation.md`. A small `b`, `n` or `t` is an axis that may be 1, and is then broadcast.
-`S_global` are the keys of the whole sequence, in natural order. No other file lists the axes of arrays.
+The letters are those of `docs/notation.md`. A small `b`, `n` or `t` is an axis that may be 1, and is then broadcast;
+`groups` has 1, `K` or `N` entries. `S_global` are the keys of the whole sequence, in natural order. No other file lists
+the axes of arrays.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ KeyIds = Int[Array, "B S"]
 QueryPositions = Int[Array, "*b T"]
 KeyPositions = Int[Array, "*b S"]
 KeyRange = Int[Array, "b n T"]
+Selected = Int[Array, "B T groups chosen"]
 QueryOffset = Int[Array, "*b"]
 Sinks = Float[Array, "N sinks"]
 SharedSinks = Float[Array, " sinks"]
@@ -101,7 +103,7 @@ def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
 
 def broadcasts(letter: str) -> bool:
     """Whether an axis with this letter may have length 1 and broadcast."""
-    return letter in ("b", "n", "t")
+    return letter in ("b", "n", "t", "groups")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Roles:
     def of(self, letter: str) -> tuple[str, ...]:
         """The mesh axes over which an axis with this letter is split."""
         carried = {"B": self.batch, "T": self.sequence, "S": self.sequence, "N": self.heads, "K": self.heads}
+        carried["GROUPS"] = self.heads
         return carried.get(letter.upper() if broadcasts(letter) else letter, ())
 
     def spec(self, array: Any, shape: tuple[int, ...] | None = None) -> PartitionSpec:

@@ -17,6 +17,7 @@ from ..contract.visibility import Intervals, intervals
 from ..masks import Coordinates
 from ..masks.reach import moved
 from ..placement.layout import Shards
+from . import selected
 from .kv import KV
 from .plan import Level
 
@@ -85,13 +86,16 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         return x if x is None else _of_rows(kv, ring.key_shards.columns(x, owner))
 
     kv_positions = kv_index if call.kv_positions is None else jnp.atleast_2d(of_keys(call.kv_positions))
-    words, of_head = bits.of_masks(
+    of_masks = bits.of_masks(
         queries.sees.masks,
         jnp.asarray(call.built.of_head, jnp.int32)[ring.head_index] if queries.sees.masks else None,
         columns(call.attention_mask),
         Coordinates(queries.positions, queries.index),
         Coordinates(kv_positions, kv_index),
     )
+    chosen = selected.bits_of(call, ring.key_shards, owner, length, kv)
+    seen = bits.both(of_masks, chosen, call.query.shape[2], kv.length)
+    words, of_head, grain = (None, None, 1) if seen is None else seen
     first, last = queries.sees.first, queries.sees.last
     if wants_key_indices(ring.kernel):  # keys have the positions of the layout, which increase
         before = functools.partial(ring.key_shards.before, rank=owner, length=length)
@@ -117,6 +121,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         slopes=None if call.alibi_slopes is None else call.alibi_slopes[None],
         seed=None if call.dropout_seed is None else jnp.broadcast_to(call.dropout_seed, call.query.shape[:1]),
         rule=call.rule,
+        grain=grain,
         reach=call.reach & call.built.reach,
         monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
         keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,

@@ -8,7 +8,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from ..contract import batching
+from ..contract import batching, bits
 from ..contract.call import Call
 from ..contract.merge import merged, merged_over
 from ..contract.protocol import Block, BlockKernel, Partial
@@ -64,8 +64,11 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
 
 
 def takes_whole(kernel: BlockKernel, block: Block) -> bool:
-    """Whether the kernel gets the queries as they are, with all keys of this rank: at most `few_queries` a key head."""
-    return block.q_length * block.group <= getattr(kernel, "few_queries", 0)
+    """Whether the kernel gets the queries as they are, with all keys of this rank: at most `few_queries` a key head.
+
+    Not with bits, which kernels for few queries need not take.
+    """
+    return block.bits is None and block.q_length * block.group <= getattr(kernel, "few_queries", 0)
 
 
 def not_differentiable(call: Call) -> Call:
@@ -86,13 +89,14 @@ def _with_all_queries(call: Call) -> Call:
     assert call.placement.axis_name is not None and call.query_offset is not None
     ranks, whole = axes.size(call.placement.axis_name), functools.partial(_of_all_ranks, call.placement.axis_name)
     index = Shards(call.placement.layout, ranks).order(ranks * call.query.shape[1])
-    ranges = {name: whole(x, 2) for name in ("kv_first", "kv_last") if (x := getattr(call, name)) is not None}
+    by_query = {"kv_first": 2, "kv_last": 2, "selected": 1}
+    found = {name: whole(x, axis) for name, axis in by_query.items() if (x := getattr(call, name)) is not None}
     return dataclasses.replace(
         call,
         query=whole(call.query, 1),
         q_positions=call.query_offset.reshape(-1, 1) + index[None],
         query_offset=None,
-        **ranges,
+        **found,
     )
 
 
@@ -103,13 +107,16 @@ def _of_all_ranks(axis: tuple[str, ...], x: jax.Array, dim: int) -> jax.Array:
 def _group(block: Block) -> int:
     """How many query heads of one key head become rows of queries: all, or 1 if an array has values by head."""
     by_head = (x.shape[axis] > 1 for name, axis in BY_HEAD.items() if (x := getattr(block, name)) is not None)
-    return 1 if any(by_head) else block.group
+    by_bits = block.bits is not None and block.bits.shape[1] > block.kv_heads
+    return 1 if by_bits or any(by_head) else block.group
 
 
 def _chunks(block: Block) -> int:
     """The number of chunks that this rank's cache is cut into, so that a kernel occupies the whole device."""
     most = min(block.kv_length // SHORTEST_CHUNK, MOST_CHUNKS // (block.q.shape[0] * block.kv_heads))
-    return next(count for count in range(max(most, 1), 0, -1) if block.kv_length % count == 0)
+    return next(
+        count for count in range(max(most, 1), 0, -1) if block.kv_length % (count * block.grain) == 0 or count == 1
+    )
 
 
 def _chunked(block: Block, count: int) -> Block:
@@ -126,7 +133,16 @@ def _chunked(block: Block, count: int) -> Block:
         by_row = {name: getattr(block, name) for name in ("q_positions", "first", "last")}
         repeated += [name for name, x in by_row.items() if x is not None and len(x) > 1]
     of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in repeated}
+    if block.bits is not None and count > 1:  # a chunk has whole bits
+        of_keys["bits"] = _bits_of_chunks(block.bits, block.kv_length // block.grain, count)
     return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
+
+
+def _bits_of_chunks(words: jax.Array, number: int, count: int) -> jax.Array:
+    """The words of `count` chunks as batch rows, from the words of `number` bits."""
+    seen = bits.unpacked(words, number).reshape(*words.shape[:3], count, -1)
+    chunks = jnp.moveaxis(bits.packed(seen), 3, 1)
+    return chunks.reshape(-1, *chunks.shape[2:])
 
 
 def _with_groups_as_rows(block: Block, group: int) -> Block:

@@ -22,7 +22,7 @@ from ..placement.arrays import broadcasts
 from ..placement.layout import of_neighbours, to_neighbours
 from ..ring.engine import Result
 
-HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
+HEADS, TOKENS = ("N", "n", "K", "groups"), ("T", "t", "S")
 
 
 def by_heads(call: Call) -> Call:
@@ -43,7 +43,7 @@ def by_heads(call: Call) -> Call:
 
     packed = _widened(packed, move, packed.dtype, inner) if copies > 1 else move(packed)
     key, value = packing.unpack(packed, call.key.shape[-1])
-    rest = dataclasses.replace(call, key=None, value=None).arrays
+    rest = dataclasses.replace(call, key=None, value=None, selected=call.selected_by(copies)).arrays
     moved: dict[str, Any] = {name: _moved_array(call, name, x, inner, ranks) for name, x in rest.items()}
     by_rank = (*(call.placement.head_axis_name or ()), inner)
     moved |= {"key": key, "value": value}

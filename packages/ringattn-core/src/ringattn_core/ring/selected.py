@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bits of the keys that `selected` names, for the keys of one hop."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..contract import bits
+from ..contract.bits import Bits
+from ..contract.call import Call
+from ..placement.layout import Shards
+from .kv import KV
+
+
+def bits_of(call: Call, shards: Shards, owner: Any, length: int, kv: KV) -> Bits | None:
+    """Which of the keys in `kv` each query has chosen: rows of the shard of rank `owner`, which has `length` keys.
+
+    `None` if the call has no `selected`. A bit is for `selected_size` keys, or fewer if `kv` begins within a block.
+    """
+    if call.selected is None or call.selected_size is None:
+        return None
+    size, ids = call.selected_size, jnp.swapaxes(call.selected, 1, 2)
+    if (
+        shards.count > 1
+    ):  # a run of consecutive keys of a shard is a multiple of `size`: blocks are sharded as tokens are
+        place, following = (shards.before(x, owner, length // size) for x in (ids, ids + 1))
+        ids = jnp.where(following > place, place, -1)
+    first, end = kv.start // size, -(-(kv.start + kv.length) // size)
+    found = Bits(bits.of_numbers(ids - first, end - first), None, size)
+    grain = math.gcd(size, kv.start)
+    return found._replace(words=bits.regrained(found, kv.start - first * size, kv.length, grain), grain=grain)
