@@ -13,7 +13,7 @@ import numpy as np
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
-from . import case_inputs, oracle
+from . import case_inputs, chosen_keys, oracle
 from .case_inputs import Builder
 from .oracle import Answer, Problem, attend
 
@@ -26,13 +26,13 @@ OF_GRADIENTS: Final = {gradient: name for name, gradient in OPERANDS.items()}
 KEYWORDS: Final = {
     "q": "query", "k": "key", "v": "value", "sinks": "softmax_aux", "bias": "bias", "slopes": "alibi_slopes",
     "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
-    "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
+    "kv_positions": "kv_positions", "mask": "attention_mask", "selected": "selected", "seed": "dropout_seed",
 }  # fmt: skip
 """The arrays of a call, and their names in `ring_attention`. It also has `first` and `last`, the two of `kv_range`."""
 FEATURES: Final = {
     "causal": Feature.CAUSAL, "window": Feature.SLIDING_WINDOW, "chunk": Feature.CHUNKED,
     "segments": Feature.SEGMENT_IDS, "positions": Feature.POSITIONS, "builder": Feature.MASK_BUILDER,
-    "dense_mask": Feature.ATTENTION_MASK, "ranges": Feature.KEY_RANGE,
+    "dense_mask": Feature.ATTENTION_MASK, "ranges": Feature.KEY_RANGE, "selected": Feature.SELECTED,
     "soft_cap": Feature.SOFT_CAP, "sinks": Feature.SINKS, "bias": Feature.BIAS, "slopes": Feature.ALIBI,
     "dropout": Feature.DROPOUT, "lse": Feature.RETURN_LSE, "max_logits": Feature.MAX_LOGITS,
     "fused_backward": Feature.FUSED_BACKWARD, "precision": Feature.PRECISION,
@@ -51,7 +51,8 @@ DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
 class Case:
     """The options of a call. Its arrays hold the same numbers for every ring size, layout and backend.
 
-    Lengths are those of whole sequences. `segments`, `positions`, `ranges` and `builder` are names in `case_inputs`.
+    Lengths are those of whole sequences. `segments`, `positions`, `ranges` and `builder` are names in `case_inputs`,
+    `selected` is one in `chosen_keys`, and `groups` are "1", "K" or "N".
     `bias` and `dense_mask` name the axes among "BNT" that have full size: the other axes have size 1, but S is always
     full. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared` (`[N + 1]`, every head has all),
     `head` (`[N]`), `each` (`[N, 2]`) or `closed` (as `each`, but -inf in the first head). `gain` multiplies the
@@ -82,6 +83,9 @@ class Case:
     segments: str | None = None
     positions: str | None = None
     ranges: str | None = None
+    selected: str | None = None
+    selected_size: int = 1
+    groups: str = "1"
     builder: str | None = None
     dense_mask: str | None = None
     bias: str | None = None
@@ -106,7 +110,9 @@ class Case:
     def fits(self, ring: int, layout: str) -> bool:
         """Whether both sequences divide over the ring in this layout."""
         parts = ring * (2 if layout == "zigzag" else 1)
-        return all(length % parts == 0 for length in (self.q_length, self.kv_length))
+        size = self.selected_size if self.selected else 1
+        whole = ring == 1 or size == 1 or (layout != "striped" and self.kv_length % (parts * size) == 0)
+        return whole and all(length % parts == 0 for length in (self.q_length, self.kv_length))
 
     @functools.cached_property
     def changes(self) -> dict[str, Any]:
@@ -196,6 +202,10 @@ class Case:
         if self.ranges:
             drawn = case_inputs.RANGES[self.ranges](*oracle.positions(problem), self.batch, self.heads)
             problem = dataclasses.replace(problem, kv_range=drawn)
+        if self.selected:
+            groups = {"1": 1, "K": self.kv_heads, "N": self.heads}[self.groups]
+            drawn = chosen_keys.SELECTED[self.selected](problem, groups, self.selected_size)
+            problem = dataclasses.replace(problem, selected=drawn, selected_size=self.selected_size)
         seen = dense
         if (builder := self.masks_of_heads) is not None:
             built = builder.dense(problem)
@@ -245,7 +255,7 @@ class Inputs:
         """The arrays of the call that are not differentiable."""
         seed = np.uint32(self.problem.seed) if self.problem.dropout else None
         first, last = self.problem.kv_range or (None, None)
-        given = {"mask": self.dense_mask, "seed": seed, "first": first, "last": last}
+        given = {"mask": self.dense_mask, "seed": seed, "first": first, "last": last, "selected": self.problem.selected}
         given |= {name: getattr(self.problem, name) for name in KEYWORDS if name.endswith(("_segments", "_positions"))}
         return {name: x for name, x in given.items() if x is not None}
 

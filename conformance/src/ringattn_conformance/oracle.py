@@ -16,7 +16,8 @@ class Problem:
     """One call on whole sequences in natural order, as NumPy arrays; a field at its default is not part of the call.
 
     `kv_range` is the first and the last position that each query sees, numbers or arrays `[T]`, `[B|1, T]` or
-    `[B|1, N|1, T]`. `seen` is a further boolean mask, broadcastable to `[B, N, T, S]`: True where the query may see the
+    `[B|1, N|1, T]`. `selected` are the ids of the blocks of `selected_size` keys that each query sees, `[B, T, 1|K|N,
+    n]`; -1 is none. `seen` is a further boolean mask, broadcastable to `[B, N, T, S]`: True where the query may see the
     key.
     """
 
@@ -31,6 +32,8 @@ class Problem:
     q_positions: np.ndarray | None = None
     kv_positions: np.ndarray | None = None
     kv_range: tuple[Any, Any] | None = None
+    selected: np.ndarray | None = None
+    selected_size: int = 1
     seen: np.ndarray | None = None
     soft_cap: float | None = None
     scale: float | None = None
@@ -144,11 +147,21 @@ def visible(problem: Problem) -> np.ndarray:
     if q_ids is not None and kv_ids is not None:
         of_query, of_key = q_ids[:, None, :, None], kv_ids[:, None, None, :]
         seen &= (of_query == of_key) & (of_query >= 0) & (of_key >= 0)
+    if problem.selected is not None:
+        seen &= chosen(problem)
     if problem.seen is not None:
         seen &= problem.seen
     if problem.bias is not None:
         seen &= np.asarray(problem.bias, np.float64) >= _FORBIDS
     return seen
+
+
+def chosen(problem: Problem) -> np.ndarray:
+    """True where a query has chosen the block of a key, `[B, N, T, S]`. Blocks count keys by their index."""
+    assert problem.selected is not None
+    block = np.arange(problem.k.shape[1]) // problem.selected_size
+    of_groups = (problem.selected[..., None] == block).any(3)
+    return np.moveaxis(np.repeat(of_groups, problem.q.shape[2] // of_groups.shape[2], 2), 2, 1)
 
 
 def distances(problem: Problem) -> np.ndarray:

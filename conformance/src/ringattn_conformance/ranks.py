@@ -230,6 +230,7 @@ def static_options(case: Case) -> dict[str, Any]:
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
         "return_lse": case.lse, "return_max_logits": case.max_logits, "fused_backward": case.fused_backward,
         "precision": case.precision,
+        "selected_size": case.selected_size if case.selected else None,
         "mask_builder": case.masks_of_heads.build if case.masks_of_heads else None,
         "cfg": RingAttentionConfig(sizes, sizes) if sizes else None,
     }  # fmt: skip

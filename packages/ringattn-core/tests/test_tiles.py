@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.contract.tiles import tiles
+from ringattn_core.contract.tiles import Tiles
+from ringattn_core.contract.tiles import tiles as tiles_of_heads
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
 from ringattn_core.placement.layout import LAYOUTS, Shards
-from ringattn_testing.random_blocks import seeing
+from ringattn_testing.random_blocks import make_block, seeing
 
 RANKS, LENGTH, BATCH, HEADS = 3, 24, 2, 2
 DRAW = np.random.default_rng(11)
@@ -88,6 +89,11 @@ FIELDS = {
     "with a dense mask": lambda draw: {"mask": np.repeat(draw.random((BATCH, 1, LENGTH, 3)) < 0.3, LENGTH // 3, -1)},
     "with a mask of heads": lambda draw: {"mask": np.kron(draw.random((1, HEADS, 4, 4)) < 0.6, np.ones((6, 6))) > 0},
 }
+
+
+def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
+    """The tiles of all heads together, `[g, nq, nk]`."""
+    return Tiles(*(x[:, 0] for x in tiles_of_heads(block, q_tile, kv_tile).of_all_heads))
 
 
 def by_force(block: Block, q_tile: int, kv_tile: int) -> tuple[np.ndarray, np.ndarray]:
@@ -175,3 +181,18 @@ def test_padding_keys_are_invisible_and_do_not_widen_bounds(name: str) -> None:
     np.testing.assert_array_equal(np.broadcast_to(got.some, some.shape), some)
     assert not (np.asarray(got.full) & ~full).any()
     assert np.asarray(got.full)[:, :, :2].any() == full.any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16, 100])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_tiles_of_chosen_keys_are_those_of_each_key_head(groups: int, size: int) -> None:
+    draw = np.random.default_rng(size)
+    ids = draw.integers(-1, -(-48 // size), (BATCH, 24, groups, 2))
+    block = make_block(BATCH, 24, 48, heads=4, kv_heads=2, selected=ids, selected_size=size)
+    seen = np.broadcast_to(np.asarray(visible(block)), (BATCH, 4, 24, 48))
+    for q_tile, kv_tile in ((8, 16), (4, 6), (24, 48)):
+        got = tiles_of_heads(block, q_tile, kv_tile)
+        grid = seen.reshape(BATCH, 2, 2, 24 // q_tile, q_tile, 48 // kv_tile, kv_tile)
+        assert got.some.shape == (BATCH, 1 if groups == 1 else 2, *grid.shape[3:6:2])
+        np.testing.assert_array_equal(np.broadcast_to(got.some, grid.any((2, 4, 6)).shape), grid.any((2, 4, 6)))
+        np.testing.assert_array_equal(np.broadcast_to(got.full, grid.all((2, 4, 6)).shape), grid.all((2, 4, 6)))

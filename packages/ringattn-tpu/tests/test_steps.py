@@ -49,7 +49,7 @@ def whole(block: Block, kv_tile: int = TILE) -> Block:
 @pytest.mark.parametrize("seen", SEEN)
 def test_no_tile_is_visited_or_masked_that_core_says_need_not_be(seen: str, by_keys: bool):
     block = whole(make_block(**SEEN[seen]))
-    some, full = (np.asarray(x.swapaxes(1, 2) if by_keys else x) for x in tiles(block, TILE, TILE))
+    some, full = (np.asarray(x[:, 0].swapaxes(1, 2) if by_keys else x[:, 0]) for x in tiles(block, TILE, TILE))
     steps = read(listing.steps(block, TILE, TILE, by_keys))
     assert [(step.row, step.own, step.visiting) for step in steps] == [tuple(place) for place in np.argwhere(some)]
     assert [step.has(MASKED) for step in steps] == [not full[step[:3]] for step in steps]
@@ -57,7 +57,7 @@ def test_no_tile_is_visited_or_masked_that_core_says_need_not_be(seen: str, by_k
 
 def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
     block = whole(make_block(**DOCUMENTS))
-    some, full = (np.asarray(x) for x in tiles(block, TILE, TILE))
+    some, full = (np.asarray(x[:, 0]) for x in tiles(block, TILE, TILE))
     assert some.shape[0] == 2 and not np.array_equal(some[0], some[1])
     found = listing.steps(block, TILE, TILE, one_list=True)
     steps = read(found)

@@ -23,6 +23,12 @@ def bias(*shape: int) -> np.ndarray:
     return np.random.default_rng(5).normal(size=(*shape, KV_LENGTH)).astype(np.float32)
 
 
+def chosen(groups: int, size: int, count: int = 2) -> dict[str, Any]:
+    """Blocks of `size` keys at random for each query and group; some queries choose none."""
+    ids = np.random.default_rng(size).integers(-1, -(-KV_LENGTH // size), (BATCH, Q_LENGTH, groups, count))
+    return {"selected": ids, "selected_size": size}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "ranges, in one pass": lambda: {"kv_range": ranges(1, 1, Q_LENGTH, KV_LENGTH)},
     "ranges of rows, with a bias": lambda: {"kv_range": ranges(2, 1, Q_LENGTH, KV_LENGTH), "bias": bias(1, 1, 1)},
@@ -42,6 +48,16 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "mask_of_head": (1, 0, 0, 1),
         "bias": bias(BATCH, HEADS, Q_LENGTH),
     },
+    "blocks of 16 of key heads, in one pass": lambda: chosen(2, 16),
+    "blocks of 64 of heads, with a bias": lambda: {**chosen(HEADS, 64), "bias": bias(1, HEADS, 1)},
+    "blocks of 96 of all heads, with slopes": lambda: {
+        **chosen(1, 96),
+        "slopes": np.float32([[0.5, 0.1, 0.2, 0.3]]),
+        "tile": 384,
+    },
+    "blocks of 128 and a causal mask": lambda: {**chosen(2, 128), "causal": True, "tile": 256},
+    "blocks of 5": lambda: chosen(2, 5),
+    "blocks of 4 in two words": lambda: {**chosen(1, 4, 20), "tile": 256},
     "bits of rows, in words of 32": lambda: {"mask": dense_mask(BATCH, 1, Q_LENGTH, KV_LENGTH), "tile": 256},
 }
 

@@ -12,7 +12,7 @@ import ringattn_xla.block
 from ringattn_core.config import BwdParams
 from ringattn_core.errors import InputError
 from ringattn_testing.triton.compile_reports import launches
-from ringattn_testing.triton.given_blocks import RANGES, make_block, mask_in_tiles, near, with_option
+from ringattn_testing.triton.given_blocks import CHOSEN, RANGES, make_block, mask_in_tiles, near, with_option
 from ringattn_testing.triton.gradients import TOLERANCE, backward, check, compare, given_to
 from ringattn_triton import block_kernel, kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
@@ -29,6 +29,11 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, i
 @pytest.mark.parametrize("option", RANGES)
 def test_ranges_of_positions_are_kept_to(option: str) -> None:
     check(with_option(option, 70, 61), option)
+
+
+@pytest.mark.parametrize("option", CHOSEN)
+def test_chosen_blocks_are_kept_to(option: str) -> None:
+    check(with_option(option, 70, 261), option)
 
 
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])

@@ -261,7 +261,9 @@ def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, targ
     for sizes in ((2, 3, 5), (3, 16384, 16300)):
 
         def made(some, full):
-            *arrays, _ = of_bitmap(Tiles(some, full), listed, run, by_keys, by_keys, ranked=by_keys, counters=5000)
+            *arrays, _ = of_bitmap(
+                Tiles(some[:, None], full[:, None]), listed, run, by_keys, by_keys, ranked=by_keys, counters=5000
+            )
             return arrays
 
         found = of_traced(jax.jit(made).trace(*[shape(*sizes, dtype=jnp.bool_)] * 2), target)

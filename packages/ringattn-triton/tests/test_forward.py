@@ -12,6 +12,7 @@ from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
 from ringattn_testing.triton.given_blocks import (
+    CHOSEN,
     RANGES,
     TOLERANCE,
     dense_mask,
@@ -56,6 +57,12 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, i
 @pytest.mark.parametrize("option", RANGES)
 def test_ranges_of_positions_are_kept_to(option: str) -> None:
     block = with_option(option, 70, 61)
+    check(block, "continued", check(block, "alone"))
+
+
+@pytest.mark.parametrize("option", CHOSEN)
+def test_chosen_blocks_are_kept_to(option: str) -> None:
+    block = with_option(option, 70, 261)
     check(block, "continued", check(block, "alone"))
 
 

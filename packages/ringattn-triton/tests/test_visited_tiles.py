@@ -9,7 +9,7 @@ import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
-from ringattn_testing.triton.given_blocks import make_block
+from ringattn_testing.triton.given_blocks import make_block, with_option
 from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
@@ -70,7 +70,7 @@ def seen_pairs(block: Block) -> np.ndarray:
 def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int) -> None:
     found = bitmap(groups, columns)
     for by_keys, ragged in ((False, False), (True, False), (True, True)):
-        given = Tiles(*(x.swapaxes(1, 2) for x in found)) if by_keys else found
+        given = Tiles(*((x.swapaxes(1, 2) if by_keys else x)[:, None] for x in found))
         bounds, listed, *_ = of_bitmap(given, *KINDS[kind], by_keys, ragged)
         assert (listed is not None) == KINDS[kind][0]
         some, full = (np.array(x) for x in found)
@@ -88,7 +88,7 @@ def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int
     rows = bitmap(groups, columns)
     of_few, of_many = rows, Tiles(*(jnp.concatenate([x] * 12, 1)[:, : 3 * RANK_ROWS + 5] for x in rows))
     for found in (of_few, of_many, Tiles(*(x[:, :1] for x in rows))):
-        ranks = of_bitmap(found, False, True, False, False, ranked=True).ranks
+        ranks = of_bitmap(Tiles(*(x[:, None] for x in found)), False, True, False, False, ranked=True).ranks
         seen = np.asarray(found.some, int)
         np.testing.assert_array_equal(ranks, np.concatenate([np.cumsum(seen, 1) - seen, seen.sum(1, keepdims=True)], 1))
 
@@ -110,3 +110,13 @@ def test_documents_are_listed_so_that_none_visits_another() -> None:
     assert found.shape.listed and not found.shape.grouped
     for row in range(4):
         assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))
+
+
+def test_each_key_head_has_a_list_of_its_own_where_choices_differ() -> None:
+    block = with_option("chosen blocks of 16", 64, 64)
+    found, seen = table(block, 16, 16), seen_pairs(block)
+    assert found.shape.kv_heads == 2 and found.shape.grouped
+    of_heads = seen.reshape(2, 2, 2, 4, 16, 4, 16).any((2, 4, 6))
+    for number, (batch, head, row) in enumerate(np.ndindex(2, 2, 4)):
+        bounds, listed = (np.asarray(x).reshape(16, -1)[number] for x in (found.bounds, found.tiles))
+        assert sorted(listed[: bounds[1]]) == list(np.flatnonzero(of_heads[batch, head, row]))

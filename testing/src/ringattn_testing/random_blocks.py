@@ -16,7 +16,9 @@ from ringattn_core.masks import Coordinates, Interval, Mask, Reach
 from ringattn_core.masks.builder import Built
 
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
-_SEEN: Final = ("causal", "sliding_window", "chunk_size", "kv_range", "masks", "mask_of_head", "mask")
+_SEEN: Final = (
+    "causal", "sliding_window", "chunk_size", "kv_range", "masks", "mask_of_head", "mask", "selected", "selected_size",
+)  # fmt: skip
 """The options of a call that say what a query sees."""
 _OPTIONAL: Final = tuple(field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type))
 """The arrays of a block that only some calls have."""
@@ -30,8 +32,8 @@ def make_block(
     """A block of random numbers; the keys have the indices from `offset` on.
 
     `params` are the tile sizes of both passes. `causal`, `sliding_window`, `chunk_size`, `kv_range`, `masks`,
-    `mask_of_head` and the dense `mask` say what a query sees, as in a call: they become `first`, `last` and bits. Other
-    names are fields of `Rule` or of `Block`.
+    `mask_of_head`, the dense `mask`, `selected` and `selected_size` say what a query sees, as in a call: they become
+    `first`, `last` and bits. Other names are fields of `Rule` or of `Block`.
     """
     draw, kv_heads, value_dim = np.random.default_rng(draw_seed), kv_heads or heads, value_dim or dim
     shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
@@ -55,8 +57,12 @@ def make_block(
 def seeing(
     block: Block, causal: bool = False, sliding_window: Any = None, chunk_size: int | None = None, kv_range: Any = None,
     masks: tuple[Mask, ...] = (), mask_of_head: tuple[int, ...] = (), mask: Any = None,
+    selected: Any = None, selected_size: int = 1,
 ) -> Block:  # fmt: skip
-    """The block in which queries see what these options of a call let them see. `kv_range` is a pair `[b, n, T]`."""
+    """The block in which queries see what these options of a call let them see. `kv_range` is a pair `[b, n, T]`.
+
+    Ids in `selected` count blocks of the keys of this block.
+    """
     q, kv = Coordinates(block.q_positions, block.q_index), Coordinates(block.kv_positions, block.kv_index)
     reach = Reach(causal, *(sliding_window or (None, None)), chunk_size)
     natural = all(x is y or bool((x == y).all()) for x, y in (q, kv))
@@ -64,9 +70,15 @@ def seeing(
     given = Interval(*(None if kv_range is None else jnp.asarray(end, jnp.int32) for end in kv_range or (None, None)))
     sees = intervals(reach, built, given, q, block.head_index, natural)
     of_head = jnp.asarray(built.of_head, jnp.int32)[block.head_index]
-    words, bits_of_head = bits.of_masks(sees.masks, of_head, None if mask is None else jnp.asarray(mask), q, kv)
+    of_masks = bits.of_masks(sees.masks, of_head, None if mask is None else jnp.asarray(mask), q, kv)
+    chosen = None
+    if selected is not None:
+        ids = jnp.swapaxes(jnp.asarray(selected, jnp.int32), 1, 2)
+        chosen = bits.Bits(bits.of_numbers(ids, -(-block.kv_length // selected_size)), None, selected_size)
+    seen = bits.both(of_masks, chosen, block.q.shape[2], block.kv_length)
+    words, bits_of_head, grain = (None, None, 1) if seen is None else seen
     return dataclasses.replace(
-        block, first=sees.first, last=sees.last, bits=words, bits_of_head=bits_of_head, reach=reach,
+        block, first=sees.first, last=sees.last, bits=words, bits_of_head=bits_of_head, grain=grain, reach=reach,
         monotone=natural and sees.monotone,
     )  # fmt: skip
 

@@ -36,6 +36,8 @@ class Settings:
     rule: Rule
     q_rows: tuple[str, ...]
     kv_rows: tuple[str, ...]
+    grain: int
+    """The keys of a bit of `mask_words`."""
     precision: str | None
     """The precision of float32 products: exact unless the caller asks for less. bfloat16 products are always exact."""
 
@@ -67,7 +69,13 @@ class KernelInputs(NamedTuple):
     def operands(self, by_keys: bool) -> dict[str, Operand]:
         """The arrays as inputs of a kernel that keeps tiles of queries, or of keys if `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
-        if self.block.bits is not None:
+        if self.block.bits is not None and self.block.grain > 1:
+            sizes = self.sizes
+            words = mask_bits.of_tiles(
+                self.block.bits, sizes.kv_tile // self.block.grain, sizes.kv_length // sizes.kv_tile
+            )
+            found["mask_words"] = self.operand(words, "BMS.T", by_keys)
+        elif self.block.bits is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
             words = mask_bits.laid_out(self.block.bits, by_keys, tile)
             found["mask_bits"] = self.operand(words, "BMST" if by_keys else "BMTS", by_keys)
@@ -97,7 +105,11 @@ class KernelInputs(NamedTuple):
                 return at.head if by_keys or group == 1 else jax.lax.div(at.head, np.int32(group))
             if axis in "NM":
                 head = at.head * group + at.member if by_keys and group > 1 else at.head
-                return head if axis == "N" else at.bits_of_head[head]
+                if axis == "N":
+                    return head
+                if at.bits_of_head is not None:
+                    return at.bits_of_head[head]
+                return jax.lax.div(head, np.int32(self.block.q.shape[2] // size))
             return at.batch if axis == "B" else at.own if (axis == "S") == by_keys else at.visiting
 
         named = list(zip(axes, x.shape, strict=True))
@@ -146,12 +158,13 @@ class KernelInputs(NamedTuple):
 def prepared(block: Block, sizes: Sizes) -> KernelInputs:
     """The block, padded to the lengths of `sizes`, as the kernels read it."""
     rule = block.rule
-    block = block.padded_to(sizes.q_length, sizes.kv_length)
+    block = mask_bits.with_grain(block.padded_to(sizes.q_length, sizes.kv_length), sizes.kv_tile)
     q_side, kv_side = _integers(block)
     settings = Settings(
         rule=rule,
         q_rows=tuple(q_side),
         kv_rows=tuple(kv_side),
+        grain=block.grain,
         precision=(rule.precision or "highest") if block.q.dtype == jnp.float32 else None,
     )
     arrays = {"q": (jnp.swapaxes(block.q, 1, 2), "BNT.")}

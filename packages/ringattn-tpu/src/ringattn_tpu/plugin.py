@@ -10,9 +10,9 @@ INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
 """The environment variable that, set to 1, lets the kernels be interpreted on a CPU."""
 _FEATURES: Final = (
     Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.SLIDING_WINDOW, Feature.CHUNKED,
-    Feature.SEGMENT_IDS, Feature.KEY_RANGE, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK,
-    Feature.GROUPED_HEADS, Feature.UNEQUAL_VALUE_DIM, Feature.CROSS_LENGTHS, Feature.SOFT_CAP, Feature.SINKS,
-    Feature.BIAS, Feature.ALIBI, Feature.DROPOUT, Feature.RETURN_LSE, Feature.ZIGZAG, Feature.STRIPED,
+    Feature.SEGMENT_IDS, Feature.KEY_RANGE, Feature.SELECTED, Feature.POSITIONS, Feature.MASK_BUILDER,
+    Feature.ATTENTION_MASK, Feature.GROUPED_HEADS, Feature.UNEQUAL_VALUE_DIM, Feature.CROSS_LENGTHS, Feature.SOFT_CAP,
+    Feature.SINKS, Feature.BIAS, Feature.ALIBI, Feature.DROPOUT, Feature.RETURN_LSE, Feature.ZIGZAG, Feature.STRIPED,
     Feature.PRECISION, Feature.FUSED_BACKWARD, Feature.MAX_LOGITS,
 )  # fmt: skip
 

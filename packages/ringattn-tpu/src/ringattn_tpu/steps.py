@@ -79,7 +79,7 @@ def steps(
     The kernel holds a query tile, or with `by_keys` a key tile, while it visits tiles of the other side. `every_own`
     gives an idle step to a held tile without visible pairs; `one_list` makes one list for all batch rows.
     """
-    some, full = tiles(block, q_tile, kv_tile)
+    some, full = (x[:, 0] for x in tiles(block, q_tile, kv_tile).of_all_heads)
     paired = _in_runs(block.q_index, q_tile)[None, :, None] & _in_runs(block.kv_index, kv_tile)[None, None]
     if one_list:
         some, full = some.any(0, keepdims=True), full.all(0, keepdims=True)

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 
+from . import grouped_rows
 from .few_queries import family as few_queries
 from .hopper import family as hopper
 from .launch.target import Target, target
@@ -66,6 +67,9 @@ class TritonKernel:
 @functools.partial(jax.jit, static_argnums=2)
 def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     """Computes a block by the first family that takes it; jitted, so that equal blocks of all hops are traced once."""
+    if grouped_rows.grouped(block):
+        found = _forward(grouped_rows.as_rows(block), grouped_rows.partial_of_rows(partial, block.group), target)
+        return grouped_rows.partial_of_heads(found, block.group)
     family = next(family for family in FAMILIES if family.why_not_forward(block, target) is None)
     return family.forward(block, partial, target)
 
@@ -79,6 +83,11 @@ def _backward(
     dq: Float32[Array, "B T N H"] | None,
     target: Target,
 ) -> Gradients:
+    if grouped_rows.grouped(block):
+        of_rows = [x if x is None else grouped_rows.rows(x, block.group) for x in (dout, dq)]
+        numbers = [grouped_rows.numbers_of_rows(x, block.group) for x in (lse, delta)]
+        found = _backward(grouped_rows.as_rows(block), of_rows[0], *numbers, of_rows[1], target)
+        return grouped_rows.gradients_of_heads(found, block.group)
     family = next(family for family in FAMILIES if family.why_not_backward(block, target) is None)
     return family.backward(block, dout, lse, delta, dq, target)
 

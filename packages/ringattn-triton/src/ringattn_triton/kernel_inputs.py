@@ -37,8 +37,10 @@ class BlockConstants:
     subtracted. `plain`: there is neither bias nor ALiBi, and `unbend` is positive. Kernels then leave `unbend` out of
     scores, because the largest product has the largest score. `fold` converts the results of `scores.scored` to units
     of log2. `below`: a query sees no key before its position in `q_first`; `above`: none after that in `q_last`.
-    `fast`: kernels may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do
-    offsets into an array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
+    `mask_numbered`: `mask_of_head` has the number of each head's mask; else `mask_heads` neighbouring heads share one.
+    `grain`: the keys of a mask bit. `mask_rows`: how many neighbouring queries share a row of words. `fast`: kernels
+    may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do offsets into an
+    array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
     """
 
     q_length: int
@@ -87,7 +89,10 @@ class BlockConstants:
     slopes: bool
     slopes_batch: int
     masks: bool
-    one_mask: bool
+    mask_numbered: bool
+    mask_heads: int
+    grain: int
+    mask_rows: int
     mask_batch: int
     mask_head: int
     mask_query: int
@@ -125,6 +130,11 @@ class BlockConstants:
     def masked(self) -> bool:
         """Whether anything but a bias may hide a key from a query."""
         return any((self.below, self.above, self.segments, self.padded, self.masks))
+
+    @property
+    def regular_grain(self) -> bool:
+        """Whether the bits of 16 keys, from a multiple of 16 on, lie in one word, or are one bit."""
+        return self.grain % 16 == 0 or 16 % self.grain == 0
 
     @property
     def distances(self) -> bool:
@@ -294,7 +304,10 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         slopes=slopes is not None,
         slopes_batch=_stride(slopes, 0),
         masks=words is not None,
-        one_mask=block.bits_of_head is None,
+        mask_numbered=block.bits_of_head is not None,
+        mask_heads=1 if words is None else heads // words.shape[1] or 1,
+        grain=block.grain,
+        mask_rows=1 if words is None else q_length // words.shape[2],
         mask_batch=_stride(words, 0),
         mask_head=_stride(words, 1),
         mask_query=0 if words is None else words.shape[3],

@@ -35,6 +35,7 @@ _FEATURES: Final = (
     Feature.FUSED_BACKWARD,
     Feature.MAX_LOGITS,
     Feature.KEY_RANGE,
+    Feature.SELECTED,
 )
 
 BACKEND: Final = Backend(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles, tiles
 
+from . import grouped_rows
 from .kernel_inputs import power_of_two
 from .kernels.visited_tiles import table as table_kernel
 from .launch import launch
@@ -34,9 +35,9 @@ there are many programs."""
 class TableShape:
     """How a kernel reads a `Table` of `rows` tiles that its programs own and `columns` tiles that the programs visit.
 
-    `grouped`: every batch row has its own table. `listed`: the tiles that need a mask are listed by number. `run`: the
-    tiles that need no mask form one run in each row; otherwise they are listed too. The programs of `together` heads
-    run side by side (`kernels.tile_loop.owned`).
+    `grouped`: every batch row has its own table. `kv_heads`: so many key heads have their own; 1 if they share one.
+    `listed`: the tiles that need a mask are listed by number. `run`: the tiles that need no mask form one run in each
+    row; otherwise they are listed too. The programs of `together` heads run side by side (`kernels.tile_loop.owned`).
     """
 
     listed: bool
@@ -45,6 +46,7 @@ class TableShape:
     columns: int
     grouped: bool
     together: int
+    kv_heads: int = 1
 
 
 class Table(NamedTuple):
@@ -102,7 +104,9 @@ def of_bitmap(
     """
     coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
     # XLA fuses the transpose with the bitmap; strided loads in the kernel would be slow.
-    coded = jnp.swapaxes(coded, 1, 2) if by_keys else coded
+    coded = jnp.swapaxes(coded, 2, 3) if by_keys else coded
+    grouped, kv_heads = coded.shape[0] > 1, coded.shape[1]
+    coded = coded.reshape(-1, *coded.shape[2:])
     groups, rows, columns = coded.shape
     chunk = min(power_of_two(columns), ELEMENTS)
     lines = min(ELEMENTS // chunk, power_of_two(groups * rows))
@@ -136,7 +140,7 @@ def of_bitmap(
         COUNT=counters,
         ZEROS=ELEMENTS,
     )
-    shape = TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs))
+    shape = TableShape(listed, run, rows, columns, grouped, together(rows, heads, programs), kv_heads)
     return Table(bounds, listing if listed else None, ranks if ranked else None, zeros, shape)
 
 
@@ -152,8 +156,12 @@ def together(rows: int, heads: int, programs: int) -> int:
 
 
 def seen(block: Block, q_tile: int, kv_tile: int) -> Tiles:
-    """Which pairs of a query tile and a key tile have a visible entry (`some`), or visible entries only (`full`)."""
+    """Which pairs of a query tile and a key tile have a visible entry (`some`), or visible entries only (`full`).
+
+    Where the bias is differentiated, key heads share tiles: the bias may be that of several heads.
+    """
+    block, share = grouped_rows.of_queries(block)
+    q_tile //= share
     rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
     found = tiles(block.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)
-    shape = (max(x.shape[0] for x in found), rows, columns)
-    return Tiles(*(jnp.broadcast_to(x, shape) for x in found))
+    return found if block.bias is None or block.bias_fixed else found.of_all_heads

@@ -74,6 +74,17 @@ def documents(batch: int, length: int, size: int = 40) -> tuple[np.ndarray, np.n
     return first, first + size - 1
 
 
+def chosen(groups: int, size: int, count: int = 3, **fields: Any) -> Any:
+    """Blocks of `size` keys at random, other ones for each query and group; some queries choose none."""
+
+    def options(length: int, keys: int) -> dict[str, Any]:
+        found = np.random.default_rng(size).integers(-1, -(-keys // size), (2, length, groups, count))
+        found[:, length // 3 : length // 3 + 9] = -1
+        return {"selected": found, "selected_size": size, **fields}
+
+    return options
+
+
 OPTIONS: dict[str, Any] = {
     "plain": lambda t, s: {},
     "causal": lambda t, s: {"causal": True},
@@ -100,6 +111,13 @@ OPTIONS: dict[str, Any] = {
     "mask of the algebra": lambda t, s: {"masks": (Causal() | Prefix(9),)},
     "masks of heads": _masks,
     "both kinds of masks": lambda t, s: {**_masks(t, s), "mask": dense_mask(2, 4, t, s), "causal": True},
+    "chosen keys": chosen(1, 1, 20),
+    "chosen blocks of 4": chosen(2, 4, 9, causal=True),
+    "chosen blocks of 5": chosen(4, 5),
+    "chosen blocks of 16": chosen(2, 16, sliding_window=(90, None)),
+    "chosen blocks of 64": chosen(2, 64, 1, causal=True),
+    "chosen blocks of 128": chosen(1, 128, 1),
+    "chosen blocks and a mask": lambda t, s: {**chosen(2, 16)(t, s), "mask": dense_mask(2, 4, t, s)},
     "soft cap": lambda t, s: {"logits_soft_cap": 1.5, "causal": True},
     "soft cap far above the scores": lambda t, s: {"logits_soft_cap": 3e4},
     "scale": lambda t, s: {"softmax_scale": 0.9},
@@ -119,6 +137,8 @@ OPTIONS: dict[str, Any] = {
 """What a block of so many queries and keys, two batch rows and four heads may be asked for."""
 RANGES = ("range", "ranges of rows", "ranges of heads", "ranges of heads of all rows", "documents as ranges")
 """The options in which the caller says which positions each query sees."""
+CHOSEN = tuple(name for name in OPTIONS if name.startswith("chosen"))
+"""The options with chosen keys, of several grains and groups."""
 
 
 def with_option(option: str, q_length: int, kv_length: int, **fields: Any) -> Block:

@@ -15,7 +15,7 @@ from ringattn_core.masks import all_of
 from ..block_sizes import LANES
 from ..kernel_inputs import LOG2_E, Settings
 from ..launch import Step
-from ..mask_bits import bits
+from ..mask_bits import WORD, bits
 
 
 def to_column(row: jax.Array) -> jax.Array:
@@ -163,11 +163,36 @@ def _visible(part: Part) -> jax.Array | None:
         parts.append(part.of_query("segment") == part.of_key("segment"))
     if "mask_bits" in part.inputs:
         parts.append(_of_bits(part))
+    if "mask_words" in part.inputs:
+        parts.append(_of_blocks_by_rows(part) if part.by_keys else _of_blocks_by_lanes(part))
     return all_of(parts)
 
 
 def _unsigned(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _of_blocks_by_lanes(part: Part) -> jax.Array:
+    """Whether each query of the kept tile has chosen the block of each key of the part, 128 keys at a time."""
+    grain, found = part.settings.grain, []
+    lane = jax.lax.broadcasted_iota(jnp.int32, (part.height, LANES), 1)
+    for start in range(part.start, part.start + part.width, LANES):
+        word, bit = divmod(start // grain, WORD)
+        column = to_column(part.inputs["mask_words"][0, word : word + 1, :])
+        place = bit if grain % LANES == 0 else jax.lax.div(lane + start % grain, jnp.int32(grain)) + bit
+        found.append((jax.lax.shift_right_logical(column, jnp.broadcast_to(jnp.int32(place), lane.shape)) & 1) != 0)
+    return jnp.concatenate(found, 1)
+
+
+def _of_blocks_by_rows(part: Part) -> jax.Array:
+    """Whether each query of the part has chosen the block of each key of the kept tile, a word at a time."""
+    grain, found = part.settings.grain, []
+    for word, start in enumerate(range(0, part.height, WORD * grain)):
+        rows = min(WORD * grain, part.height - start)
+        words = jnp.broadcast_to(part.inputs["mask_words"][0, word : word + 1, part.lanes], (rows, part.width))
+        place = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, words.shape, 0), jnp.int32(grain))
+        found.append((jax.lax.shift_right_logical(words, place) & 1) != 0)
+    return jnp.concatenate(found, 0)
 
 
 def _of_bits(part: Part) -> jax.Array:

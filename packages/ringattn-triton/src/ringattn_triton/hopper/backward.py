@@ -43,6 +43,8 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no gradient of a bias in float16"
     if constants.capped and constants.distances:
         return f"the one-pass backward kernel does not combine {constants.options}"
+    if constants.masks and not constants.regular_grain:
+        return f"the one-pass backward kernel takes no chosen blocks of {constants.grain} keys"
     if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and not turn_order.enough_heads(block, constants, plan):
@@ -99,7 +101,7 @@ def backward(
         dk, dv, dheads, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, None)
     else:
         strips = _strips(block, table.shape)
-        seen = jnp.swapaxes(visited_tiles.seen(block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
+        seen = jnp.swapaxes(visited_tiles.seen(block, plan.q_tile, plan.kv_tile).some[:, 0], 1, 2).astype(jnp.int8)
         plan = dataclasses.replace(plan, strip_rows=strips.rows)
         for start in range(0, table.shape.rows, strips.rows):
             first = bias_gradient.first_tile(start, dbias)

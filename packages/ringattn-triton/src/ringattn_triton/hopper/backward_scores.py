@@ -96,7 +96,7 @@ def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.const
         RAGGED: gl.constexpr = F.kv_length % PLAN.kv_tile != 0
         seen = visible(_queries(tile, F, PLAN), tile.keys, tile.head, UNMASKED, RAGGED, False)
         if F.masks:
-            seen = seen & _spread(tile.bits, PLAN.q_tile)
+            seen = seen & _spread(tile.bits, PLAN.q_tile, F.grain)
         p = gl.where(seen, p, 0.0)
     if F.dropout:
         p = gl.where(kept(tile.first, tile.second, F, PLAN.q_tile, True), p, -p)
@@ -181,23 +181,24 @@ def of_bits(Q_TILE):
 
 @gluon.jit
 def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
-    """Loads a packed mask for 64 keys and a tile of queries: `[4, q_tile]`, 16 keys in the low bits of each number."""
+    """Loads a packed mask for 64 keys and a tile of queries: `[4, q_tile]`, the bits of 16 keys in each number."""
     IN_BITS: gl.constexpr = gl.SliceLayout(1, of_bits(PLAN.q_tile))
     rows = q_start + gl.arange(0, PLAN.q_tile, gl.SliceLayout(0, IN_BITS))
-    rows = gl.minimum(rows, F.q_length - 1)
+    rows = gl.minimum(rows, F.q_length - 1) // F.mask_rows
     if F.wide_scores:
         rows = rows.to(gl.int64)
     sixteenth = kv_start // 16 + gl.arange(0, 4, gl.SliceLayout(1, IN_BITS))
-    column = gl.minimum(sixteenth // 2, F.mask_query - 1)
+    bit = sixteenth * 16 // F.grain
+    column = gl.minimum(bit // 32, F.mask_query - 1)
     word = gl.load(words + (rows[None, :] * F.mask_query + column[:, None]))
-    return word >> (sixteenth % 2 * 16).to(gl.uint32)[:, None]
+    return word >> (bit % 32).to(gl.uint32)[:, None]
 
 
 @gluon.jit
-def _spread(bits, Q_TILE: gl.constexpr):
+def _spread(bits, Q_TILE: gl.constexpr, GRAIN: gl.constexpr):
     """Unpacks the bits of a packed mask to booleans: whether each pair of a tile is visible."""
     IN_BITS: gl.constexpr = of_bits(Q_TILE)
-    key = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))).to(gl.uint32)
+    key = (gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))) // GRAIN).to(gl.uint32)
     seen = (bits[:, None, :] >> key[None, :, None]) & 1
     return gl.convert_layout(gl.reshape(seen, [64, Q_TILE]), layout_of(Q_TILE)) != 0
 

@@ -84,7 +84,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     turn = take_turn(turns, T, PLAN)
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        steps = steps_of(turn, row, batch, turns, T, PLAN)
+        steps = steps_of(turn, row, batch, kv_head, turns, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
         step = 0
@@ -195,7 +195,7 @@ def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.co
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(barrier(shared, "turn_empty", taken % 2), count=1)
-        steps = steps_of(turn, row, batch, turns, T, PLAN)
+        steps = steps_of(turn, row, batch, kv_head, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         step = 0
         member = 0
@@ -213,7 +213,7 @@ def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.co
             rank = 0
             reached = 0
             if PLAN.ordered:
-                rank = rank_of(tile, turn, row, batch, turns, T, PLAN)
+                rank = rank_of(tile, turn, row, batch, kv_head, turns, T, PLAN)
                 reached = gl.load(counters + tile, volatile=True)
             if PLAN.wide:
                 _add_wide_pieces(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, F, PLAN)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.tile_loop import full_tile, masked_tile, visit
+from ..kernels.tile_loop import full_tile, masked_tile, table_of, visit
 
 _PATIENCE = gl.constexpr(2000)
 """The most looks at the counter of a program that waits for its neighbours' turns to be taken: 1 to 2 ms in all."""
@@ -101,7 +101,7 @@ def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
+def steps_of(turn, row, batch, kv_head, turns, T: gl.constexpr, PLAN: gl.constexpr):
     """The `Steps` of a turn. It visits its query tiles upwards, from the first to the last, or downwards.
 
     Turns without an order go upwards. Turns with an order (`PLAN.ordered`) go where `goes_upwards` says.
@@ -115,7 +115,7 @@ def steps_of(turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
     tile after the turns that own later keys, so that none waits. Two turns are as many tiles apart as their keys: the
     cache must hold all queries of the heads that run at once, or the kernel takes up to 1.6 times as long.
     """
-    visited = visit(turns.bounds, turns.tiles, batch, row, T)
+    visited = visit(turns.bounds, turns.tiles, batch, kv_head, row, T)
     whole = visited.full_to - visited.full_from
     before = visited.before
     after = visited.masked - before
@@ -157,11 +157,9 @@ def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def rank_of(tile, turn, row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
+def rank_of(tile, turn, row, batch, kv_head, turns, T: gl.constexpr, PLAN: gl.constexpr):
     """How many turns add to query tile `tile` before this turn does."""
-    ranks = turns.ranks + tile
-    if T.grouped:
-        ranks += batch * (T.rows + 1) * T.columns
+    ranks = turns.ranks + tile + table_of(batch, kv_head, T) * ((T.rows + 1) * T.columns)
     rank = gl.load(ranks + row * T.columns)
     if goes_upwards(turn, turns, T, PLAN):
         rank = gl.load(ranks + T.rows * T.columns) - 1 - rank

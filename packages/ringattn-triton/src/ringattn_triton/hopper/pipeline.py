@@ -189,7 +189,7 @@ def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr)
     """
     before, batch, head = owned(gl.minimum(number, all_turns - 1), T, F.heads)
     row = T.rows - 1 - before
-    return Turn(row, batch, head, visit(BOUNDS, TILES, batch, row, T))
+    return Turn(row, batch, head, visit(BOUNDS, TILES, batch, head // F.group, row, T))
 
 
 @gluon.jit

@@ -43,9 +43,7 @@ def of_head(P, batch, head, F: tl.constexpr):
     if F.slopes:
         slope = tl.load(P.slopes + (batch * F.slopes_batch + head))
     if F.masks:
-        mask = wide_head
-        if not F.one_mask:
-            mask = tl.load(P.mask_of_head + head).to(tl.int64)
+        mask = tl.load(P.mask_of_head + head).to(tl.int64) if F.mask_numbered else wide_head // F.mask_heads
         mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
     if F.dropout:
         dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))

@@ -47,11 +47,20 @@ def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
-    """Loads from a table the `Visit` of the program that owns tile number `row` of batch row `batch`."""
-    at = row
+def table_of(batch, kv_head, T: tl.constexpr):
+    """The number of the table of a batch row and key head, which may share it with others."""
+    number = 0
     if T.grouped:
-        at = batch * T.rows + row
+        number = batch * T.kv_heads
+    if T.kv_heads > 1:
+        number += kv_head
+    return number
+
+
+@triton.jit
+def visit(BOUNDS, TILES, batch, kv_head, row, T: tl.constexpr):
+    """Loads the `Visit` of the program that owns tile number `row`, from the table of a batch row and key head."""
+    at = table_of(batch, kv_head, T) * T.rows + row
     bounds = BOUNDS + at * 4
     first = tl.load(bounds)
     second = tl.load(bounds + 1)

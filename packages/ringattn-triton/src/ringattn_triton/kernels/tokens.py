@@ -200,7 +200,9 @@ def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel
-    if KV_TILE < 32 or not SPREAD:
+    if F.grain > 1:
+        return _bits_of_blocks(words, queries, keys, F)
+    elif KV_TILE < 32 or not SPREAD:
         word = tl.load(words + (wide_rows(queries, F) * F.mask_query + keys.column // 32))
         return ((word >> (keys.column % 32).to(tl.uint32)) & 1) != 0
     else:
@@ -213,6 +215,25 @@ def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
             return tl.reshape((word[:, None, :] >> bit[None, :, None]) & 1, (KV_TILE, Q_TILE)) != 0
         else:
             return tl.reshape((word[:, :, None] >> bit[None, None, :]) & 1, (Q_TILE, KV_TILE)) != 0
+
+
+@triton.jit
+def _bits_of_blocks(words, queries, keys, F: tl.constexpr):
+    """`_mask_bits` for bits that are for several keys: as a column, or row, if the tile has one bit for each query."""
+    KV_TILE: tl.constexpr = keys.column.numel
+    ONE: tl.constexpr = F.grain % KV_TILE == 0
+    row = wide_rows(queries, F) // F.mask_rows * F.mask_query
+    first = keys.start // F.grain
+    if ONE:
+        word = tl.load(words + (row + first // 32))
+        return ((word >> (first % 32).to(tl.uint32)) & 1) != 0
+    elif KV_TILE % F.grain == 0 and KV_TILE // F.grain <= 32:  # the bits of a tile lie in one word
+        word = tl.load(words + (row + first // 32))
+        return ((word >> (keys.column // F.grain - first // 32 * 32).to(tl.uint32)) & 1) != 0
+    else:
+        bit = keys.column // F.grain
+        word = tl.load(words + (row + bit // 32))
+        return ((word >> (bit % 32).to(tl.uint32)) & 1) != 0
 
 
 @triton.jit

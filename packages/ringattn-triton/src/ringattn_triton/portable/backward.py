@@ -95,7 +95,7 @@ def _of_queries(
     if bias is None or strips is None:
         dq, dheads, _ = of_strip(None, before)
         return dq, dheads, None
-    seen = visited_tiles.seen(block, *tiles).some.astype(jnp.int8)
+    seen = visited_tiles.seen(block, *tiles).some[:, 0].astype(jnp.int8)
     dq, dbias, dheads = before, None, []
     for start in range(0, count[0], strips.rows):
         first = bias_gradient.first_tile(start, dbias)

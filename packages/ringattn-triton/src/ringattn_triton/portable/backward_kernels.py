@@ -28,7 +28,7 @@ def backward_keys(
     Programs of the first tiles, which most queries see under a causal mask, start first.
     """
     own, batch, kv_head = owned(tl.program_id(0), T, F.kv_heads)
-    visited = visit(BOUNDS, TILES, batch, own, T)
+    visited = visit(BOUNDS, TILES, batch, kv_head, own, T)
     keys = of_keys(P, batch, own * KV_TILE, F, KV_TILE, True)
 
     KV_RAGGED: tl.constexpr = F.kv_length % KV_TILE != 0
@@ -134,7 +134,7 @@ def backward_queries(
         return
     kv_head = head_number // F.group
     head = of_head(P, batch, head_number, F)
-    visited = visit(BOUNDS, TILES, batch, own, T)
+    visited = visit(BOUNDS, TILES, batch, kv_head, own, T)
     queries = of_queries(P, batch, head_number, own * Q_TILE, F, Q_TILE, False)
 
     Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0

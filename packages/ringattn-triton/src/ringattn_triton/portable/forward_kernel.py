@@ -33,7 +33,7 @@ def forward(
     head_number = number * SHARING
     kv_head = head_number // F.group
     head = of_head(P, batch, head_number, F)
-    visited = visit(BOUNDS, TILES, batch, own, T)
+    visited = visit(BOUNDS, TILES, batch, kv_head, own, T)
     Q_RAGGED: tl.constexpr = F.q_length % (Q_TILE // SHARING) != 0
     rows = own * Q_TILE + tl.arange(0, Q_TILE)
     if SHARING == 1:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where queries choose blocks of keys, the query heads of a key head are rows of one head: a tile then has few queries.
+
+A tile visits every block that one of its queries has chosen. Its rows would be 128 queries of a head, which together
+choose most blocks; with 16 heads in a group they are 8 queries instead, in all of these heads. Row `i` is query
+`i // group`, and rows of one query share its row of `bits`. To reorder queries, outputs and gradients takes a copy of
+each, which is little beside the tiles that are left out.
+"""
+
+import dataclasses
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+from ringattn_core import BwdParams, FwdParams
+from ringattn_core.contract.protocol import Block, Gradients, Partial
+
+GROUPS: Final = (8, 16, 32, 64)
+"""The numbers of query heads of a key head that become rows. They divide the rows of every tile."""
+
+
+def grouped(block: Block) -> bool:
+    """Whether query heads become rows: if queries choose blocks, and nothing else depends on the head."""
+    ranges = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
+    by_head = ranges or block.bits_of_head is not None or block.slopes is not None or bool(block.rule.dropout_prob)
+    chosen = block.bits is not None and block.grain > 1 and block.bits.shape[1] <= block.kv_heads
+    fixed = block.rule.fwd_params != FwdParams() or block.rule.bwd_params != BwdParams()
+    return chosen and block.group in GROUPS and block.bias is None and not by_head and not fixed
+
+
+def as_rows(block: Block) -> Block:
+    """The block with the query heads of each key head as rows of one head. Its `bits` keep a row for each query."""
+    assert block.bits is not None
+    others = dataclasses.replace(block, bits=None).map_queries(lambda x, axis: jnp.repeat(x, block.group, axis))
+    heads = block.head_index[: block.kv_heads]
+    return dataclasses.replace(others, q=rows(block.q, block.group), bits=block.bits, head_index=heads, out=None)
+
+
+def rows(x: Float[Array, "B T N H"], group: int) -> Float[Array, "B rows K H"]:
+    batch, length, heads, size = x.shape
+    return x.reshape(batch, length, heads // group, group, size).swapaxes(2, 3).reshape(batch, length * group, -1, size)
+
+
+def heads(x: Float[Array, "B rows K H"], group: int) -> Float[Array, "B T N H"]:
+    """The inverse of `rows`."""
+    batch, length, kv_heads, size = x.shape
+    split = x.reshape(batch, length // group, group, kv_heads, size).swapaxes(2, 3)
+    return split.reshape(batch, length // group, -1, size)
+
+
+def numbers_of_rows(x: Float32[Array, "B N T"], group: int) -> Float32[Array, "B K rows"]:
+    batch, heads, length = x.shape
+    return x.reshape(batch, heads // group, group, length).swapaxes(2, 3).reshape(batch, -1, length * group)
+
+
+def numbers_of_heads(x: Float32[Array, "B K rows"], group: int) -> Float32[Array, "B N T"]:
+    """The inverse of `numbers_of_rows`."""
+    batch, kv_heads, length = x.shape
+    return x.reshape(batch, kv_heads, -1, group).swapaxes(2, 3).reshape(batch, -1, length // group)
+
+
+def partial_of_rows(partial: Partial | None, group: int) -> Partial | None:
+    if partial is None:
+        return None
+    out, *others = partial.out, partial.lse, partial.max_logits
+    return Partial(
+        None if out is None else rows(out, group), *(x if x is None else numbers_of_rows(x, group) for x in others)
+    )
+
+
+def partial_of_heads(partial: Partial, group: int) -> Partial:
+    """The inverse of `partial_of_rows`."""
+    assert partial.out is not None
+    others = partial.lse, partial.max_logits
+    return Partial(heads(partial.out, group), *(x if x is None else numbers_of_heads(x, group) for x in others))
+
+
+def gradients_of_heads(gradients: Gradients, group: int) -> Gradients:
+    return dataclasses.replace(gradients, dq=heads(gradients.dq, group))
+
+
+def of_queries(block: Block) -> tuple[Block, int]:
+    """A block with a row for each row of `bits`, for lists of tiles, and how many rows of `block` that is for."""
+    share = 1 if block.bits is None else block.q_length // block.bits.shape[2]
+    if share > 1:
+        block = block.map_queries(lambda x, axis: jax.lax.slice_in_dim(x, 0, None, share, axis))
+    return block, share
