@@ -31,6 +31,7 @@ SPECS = {
     "q_positions": P("sp"),
     "attention_mask": P(None, None, "sp"),
     "bias": P(None, None, "sp"),
+    "selected": P(None, "sp"),
 }
 
 
@@ -150,6 +151,23 @@ OF_DOCUMENTS = (
 def test_ranges_that_were_not_reordered_or_that_a_promise_cuts_off_are_told(options: Any, fact: str) -> None:
     with raises(fact):
         run(attention(4, "mesh", {"kv_range": OF_DOCUMENTS, **options}), "jit of grad")
+
+
+NEWEST = jnp.stack([INDEX // 2, 0 * INDEX], -1)[None, :, None].repeat(B, 0)
+"""The ids of each token's own block of two, and of the first."""
+
+
+def test_ids_of_blocks_that_are_not_there_or_in_another_order_are_told() -> None:
+    chosen = {"selected": NEWEST + 1, "selected_size": 2}
+    with raises("selected: has ids from 1 to 8. Pass ids from 0 to 7"):
+        run(attention(4, "shard_map", chosen), "jit of grad")
+    chosen = {"selected": NEWEST, "selected_size": 2, "causal": True}
+    with raises("selected: its values are in the order of 'contiguous', but the call says 'zigzag'"):
+        run(attention(4, "mesh", {**chosen, "layout": "zigzag"}), "jit of grad")
+    run(attention(4, "mesh", chosen), "jit of grad")
+    some_later = NEWEST.at[:, :3, 0, 0].set(7)
+    for ids, layout in ((to_layout(NEWEST, "zigzag", 4), "zigzag"), (some_later, "contiguous")):
+        run(attention(4, "mesh", {**chosen, "selected": ids, "layout": layout}), "jit")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])

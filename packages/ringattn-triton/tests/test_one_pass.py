@@ -25,7 +25,8 @@ OPTIONS = (
     "plain", "causal", "window", "causal segments", "padding", "positions", "range", "ranges of rows",
     "ranges of heads", "ranges of heads of all rows", "ranges of heads in segments",
     "ranges of heads in segments with dropout", "documents as ranges", "soft cap", "slopes", "slopes of rows",
-    "dropout", "masks of heads", "dense mask", "negative scale",
+    "dropout", "masks of heads", "dense mask", "negative scale", "chosen keys", "chosen blocks of 4",
+    "chosen blocks of 16", "chosen blocks of 64", "chosen blocks of 128", "chosen blocks and a mask",
 )  # fmt: skip
 # Programs add to dq in order, or by atomic adds in any order, whatever the scores depend on.
 CASES = [

@@ -131,7 +131,7 @@ class _Rank:
         """The mesh axes that may split the array `x` of this name."""
         whole = self.whole_queries and name in ("query", "q_positions")
         roles = dataclasses.replace(self.roles, sequence=()) if whole else self.roles
-        full = dict(zip("BTN", self.call.query.shape, strict=False))
+        full = {**dict(zip("BTN", self.call.query.shape, strict=False)), "GROUPS": self.call.query.shape[2]}
         named = zip(letters(ARRAYS[name], x.ndim), x.shape, strict=True)
         # An axis of length 1 is broadcast, unless a rank has only one query, head or row anyway.
         of = [a for a, size in named if not (broadcasts(a) and size == 1 < full.get(a.upper(), 1))]
@@ -214,6 +214,10 @@ def _orders(rank: _Rank) -> Iterator[Finding]:
     if call.kv_first is not None and call.kv_last is not None and call.natural and not rank.whole_queries:
         ends = jnp.concatenate([call.kv_first.max(1), call.kv_last.min(1)])
         looks.append(("kv_range", ends, _around_own))
+    if call.selected is not None and call.selected_size is not None and call.reach.causal and call.natural:
+        size = call.selected_size
+        newest = call.selected.max((2, 3)).clip(-1, (rank.ranks * call.key.shape[1] - 1) // size) * size
+        looks += [] if rank.whole_queries else [("selected", newest, _none_later)]
     for name, x, fits in looks:
         if x is None or rank.ranks == 1:
             continue
@@ -305,6 +309,34 @@ def _mostly_around_own(ends: jax.Array, index: np.ndarray) -> jax.Array:
     first, last = jnp.split(ends, 2)
     own = (first <= index[None]) & (index[None] <= last)
     return 2 * own.sum() >= (first <= last).sum()
+
+
+def _none_later(newest: jax.Array, index: np.ndarray) -> jax.Array:
+    """Whether no query of a causal call chooses a block that begins after it; `newest` is where its last one begins."""
+    return jnp.all(newest <= index[None])
+
+
+def _mostly_none_later(newest: jax.Array, index: np.ndarray) -> jax.Array:
+    """The same for at least three of four queries: a causal mask hides the others' later blocks."""
+    return 4 * (newest <= index[None]).sum() >= 3 * newest.size
+
+
+def _choice(rank: _Rank) -> Iterator[Finding]:
+    """The ids in `selected` are those of blocks of the sequence, or -1."""
+    call = rank.call
+    if call.selected is None or call.selected_size is None:
+        return
+    size, keys = call.selected_size, rank.ranks * call.key.shape[1]
+    blocks = -(-keys // size)
+
+    def error(_: int, least: int, most: int) -> InputError:
+        fact = f"has ids from {-least} to {most}"
+        return InputError(
+            "selected", fact, f"Pass ids from 0 to {blocks - 1}, the blocks of {size} of {keys} keys, or -1"
+        )
+
+    least, most = rank.agreed(-call.selected.min(), call.selected.max())
+    yield Finding((((least > 1) | (most >= blocks)).astype(jnp.int32), least, most), error)
 
 
 def _split(rank: _Rank) -> Iterator[Finding]:
@@ -423,12 +455,16 @@ def _broken(side: str, promised: int) -> Callable[[int], InputError]:
     return error
 
 
-LENIENT: Final = {"q_segment_ids": _few_returns, "kv_segment_ids": _few_returns, "kv_range": _mostly_around_own}
+LENIENT: Final = {
+    "q_segment_ids": _few_returns, "kv_segment_ids": _few_returns, "kv_range": _mostly_around_own,
+    "selected": _mostly_none_later,
+}  # fmt: skip
 """Where the values of an array prove little, what they must contradict before the call's own layout counts as wrong."""
 CHECKS: Final[tuple[Callable[[_Rank], Iterator[Finding]], ...]] = (
     _split,
     _expands_each,
     _indices,
+    _choice,
     _orders,
     _room,
     _promise,

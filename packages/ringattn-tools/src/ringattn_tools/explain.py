@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from . import call_arguments, layers, memory, picture, plans, report
+from . import call_arguments, chosen_blocks, layers, memory, picture, plans, report
 from .abstract_call import AbstractCall
 from .analysis import analyse
 from .output import show
@@ -24,6 +24,7 @@ _EXAMPLES: Final = """examples:
   ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200 --compile
   ringattn explain --query 1,4096,32,128 --kv 131072,8 --ring 8 --causal --query-offset 126976
   ringattn explain --query 1,131072,16,128 --ring 4 --causal --device h200 --layers 5*window=1023,1*global
+  ringattn explain --query 1,131072,64,128 --kv 131072,4 --ring 8 --causal --layout zigzag --selected 16x128
   ringattn explain --query 1,1048576,32,128 --ring 64 --inner 8 --device h200 --link nvlink,40
 """
 
@@ -35,6 +36,10 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
     )
+    parser.add_argument(
+        "--selected", type=chosen_blocks.Chosen.parsed, metavar="NxC",
+        help="each query chooses N blocks of C keys: also say pairs, blocks that a tile visits, and bytes",
+    )  # fmt: skip
     parser.add_argument(
         "--layers", type=layers.parsed, metavar="LAYERS",
         help="compare layouts for a model with these layers, such as 5*window=1023,1*global, and print nothing else",
@@ -68,8 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     reckoning = plans.reckoning(analysis, arguments)
     if arguments.json:
         told = report.as_json(analysis, arguments.full) | plans.as_json(reckoning)
+        if arguments.selected:
+            told |= chosen_blocks.as_json(analysis, arguments.selected)
         print(json.dumps(told, indent=2))
     else:
         report.report(analysis, picture.text(analysis))
+        if arguments.selected:
+            show("", *chosen_blocks.report(analysis, arguments.selected))
         show("", *plans.report(reckoning))
     return int(analysis.choice is None)

@@ -91,18 +91,21 @@ def _inputs(problem: Problem) -> Call:
 
 
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
-    """Makes array `name` with the shape and dtype of `x`. Floats are random, a dense mask is all true.
+    """Makes array `name` with the shape and dtype of `x`. Floats and ids of blocks are random, a dense mask is true.
 
     An offset and the first keys of ranges are 0, and a range ends at its query. Queries have the last rank's positions
     in the layout, and keys the positions of all ranks. Segment ids number `DOCUMENTS` documents a shard.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
+    call: Any = problem.call
+    if name == "selected":
+        blocks = max(problem.kv_length * problem.ranks // (call.selected_size or 1), 1)
+        return jax.random.randint(key, x.shape, 0, blocks, x.dtype)
     if not x.shape or name in ("query_offset", "kv_first"):
         return jnp.zeros(x.shape, x.dtype)
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
-    call: Any = problem.call
     tokens = jnp.concatenate(
         [Shards(call.placement.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks]
     )
