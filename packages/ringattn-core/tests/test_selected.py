@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
-from rings import close, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import close, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 OPERANDS = query_key_value(B, T, N, K)

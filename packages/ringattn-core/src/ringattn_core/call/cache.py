@@ -224,7 +224,7 @@ def _cache_call(variables: dict[str, Any], whole_queries: bool) -> _CacheCall:
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
     refuse_indivisible("key_cache", sizes.lengths[1], call.placement.layout, ranks)  # padding it would copy it all
-    refuse_straddling(call, ranks, call.key.shape[1] if mesh is None else sizes.lengths[1] // ranks)
+    refuse_straddling(call, ranks, sizes.lengths[1] // ranks)
     if mesh is None and not whole_queries:
         refuse_indivisible("query", tokens, call.placement.layout, ranks)
     first = jnp.broadcast_to(known, rows) - tokens
