@@ -2,8 +2,9 @@
 """A whole call on one Hopper beside its rivals: the time of the fastest rival over ours, forward and with gradients.
 
 `python call_rivals.py causal documents`, or no name for all cases; `--list` names them. The rivals are
-FlashAttention-3, which must be installed unless `--rivals` leaves it out, and FlashAttention-4, jax-linear-attention
-and cuDNN where they are installed and compute the case. `interleaved.py` explains `sustained` and `burst`.
+FlashAttention-3, which must be installed unless `--rivals` leaves it out, and FlashAttention-4, tokamax,
+jax-linear-attention and cuDNN where they are installed and compute the case; with `--rivals "tokamax in ringattn"` also
+the backend `examples/third-party-tokamax`. `interleaved.py` explains `sustained` and `burst`.
 All programs are compiled before the first is timed, one after the other: Triton's compiler fails in several threads.
 """
 
@@ -15,11 +16,11 @@ from typing import Final
 import jax
 from interleaved import TIMINGS, both_timings, report
 from measuring import TOLERANCES, Prepared, prepare, relative
-from rivals import OURS, RIVALS
+from rivals import HERE, OURS, RIVALS
 from workloads import SUITES, Shape, Workload
 
 NEEDED: Final = "FlashAttention-3"
-OTHERS: Final = (NEEDED, "FlashAttention-4", "jax-linear-attention", "cuDNN")
+OTHERS: Final = (NEEDED, "FlashAttention-4", "tokamax", "jax-linear-attention", "cuDNN")
 UNORDERED: Final = "ours, unordered"
 MINE: Final = {"forward": (OURS,), "forward+backward": (OURS, UNORDERED)}
 """Our candidates in each part."""
@@ -68,7 +69,7 @@ def heading() -> str:
 
 def best(times: Mapping[str, float]) -> str:
     """The fastest rival."""
-    return min((who for who in times if who in OTHERS), key=times.__getitem__)
+    return min((who for who in times if who in (*OTHERS, HERE)), key=times.__getitem__)
 
 
 def row(name: str, seconds: Seconds) -> str:
@@ -99,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--list", action="store_true", help="print the names of all cases, and end")
-    parser.add_argument("--rivals", nargs="+", default=OTHERS, choices=OTHERS)
+    parser.add_argument("--rivals", nargs="+", default=OTHERS, choices=(*OTHERS, HERE))
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     names = asked.cases or list(CASES)

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from ringattn_core import decode_attention
 from workloads import BOTH, PARTS, Workload
 
 OURS: Final = "ours"
+HERE: Final = "tokamax in ringattn"
 LAYOUT: Final = "zigzag"
 """The order of tokens on a ring of more than one device."""
 BACKENDS: Final = {"cpu": "xla", "gpu": "triton", "tpu": "tpu"}
@@ -174,6 +177,47 @@ def _why_no_linear_attention(workload: Workload) -> str | None:
     return None
 
 
+_PROFILER: Final = ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool")
+"""A profiler of 100 MB that tokamax imports, and that its attention does not need."""
+
+
+def _tokamax(workload: Workload, mesh: Mesh | None) -> Attention:
+    """tokamax's kernels in Mosaic, with the sizes of its rule: it brings tuned sizes for an H100, and none for an H200.
+
+    `xprof` is replaced by empty modules where it is not installed.
+    """
+    if importlib.util.find_spec(_PROFILER[0]) is None:
+        for name in _PROFILER:
+            sys.modules.setdefault(name, types.ModuleType(name))
+            sys.modules[name].__spec__ = importlib.util.spec_from_loader(name, None)
+    from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
+
+    return functools.partial(
+        dot_product_attention,
+        is_causal=workload.causal,
+        local_window_size=workload.window,
+        implementation="mosaic",
+    )
+
+
+def _why_no_tokamax(workload: Workload) -> str | None:
+    if workload.documents:
+        return "its function takes documents only as a dense mask"
+    return _no_sinks(workload) or _why_no_half(workload)
+
+
+def _tokamax_here(workload: Workload, mesh: Mesh | None) -> Attention:
+    """The same kernels as a backend of ours, `examples/third-party-tokamax`."""
+    return lambda *arrays: ours(backend="example-tokamax", **workload.options())(*arrays)
+
+
+def _why_no_half(workload: Workload) -> str | None:
+    shape = workload.shape
+    if shape.dtype == "float32":
+        return "it takes half precision"
+    return "it takes heads of at most 128" if max(shape.head_size, shape.values) > 128 else None
+
+
 def _torch(workload: Workload, mesh: Mesh | None) -> Callable[..., Any]:
     """PyTorch's own choice of kernel, on tensors that share the arrays' memory."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -308,6 +352,8 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
         "ours, unordered": _UNORDERED,
         "FlashAttention-3": Rival(_flash_attention_3, flash_attention_3.why_not),
         "FlashAttention-4": Rival(_flash_attention_4, _why_no_flash_attention_4, parts=BOTH, module="fa4_jax"),
+        "tokamax": Rival(_tokamax, _why_no_tokamax, parts=BOTH, module="tokamax"),
+        HERE: Rival(_tokamax_here, _why_no_half, parts=BOTH, module="ringattn_example_tokamax"),
         "jax-linear-attention": Rival(_linear_attention, _why_no_linear_attention, module="jla"),
         "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
         "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),

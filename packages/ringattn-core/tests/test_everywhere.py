@@ -136,5 +136,5 @@ def test_results_and_gradients_are_those_of_one_device(name: str, place: str) ->
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_refuses_integers(name: str) -> None:
     x, few = (x.astype(jnp.int32) for x in DRAWN)
-    with pytest.raises(InputError, match="has dtype int32. Cast query, key and value"):
+    with pytest.raises(InputError, match=r"has dtype int32\. Cast query, key and value"):
         FUNCTIONS[name](x, few, IDS, AT)

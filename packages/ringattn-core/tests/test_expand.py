@@ -141,7 +141,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a value too": ({"expand": mla, "value": QUERY}, "value: is given beside expand, which computes it"),
     "parameters alone": ({"value": QUERY}, "expand_params: is given without expand. Pass expand too"),
     "an array of one axis": ({"expand": mla, "key": X | {"z": jnp.ones(3)}}, "key: has .*needs the same B and S first"),
-    "arrays of unequal lengths": ({"expand": mla, "key": X | {"z": jnp.ones((2, 3))}}, "which differ in rows or tokens"),
+    "arrays of unequal lengths": (
+        {"expand": mla, "key": X | {"z": jnp.ones((2, 3))}},
+        "which differ in rows or tokens",
+    ),
     "split heads": (
         {"expand": mla, "mesh": mesh_of(sp=2, tp=2), "axis_name": "sp"}, "expand: gives all heads, but the mesh axes"
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,6 +49,16 @@ class TestWhereTokensAre:
             held = np.asarray(shards.indices(rank, 8))
             counted = shards.before(jnp.asarray(index), jnp.asarray(rank), 8)
             np.testing.assert_array_equal(counted, (held[None] < index[:, None]).sum(1))
+
+    @pytest.mark.parametrize("layout", layouts.LAYOUTS)
+    def test_those_of_the_only_shard_are_a_constant_of_the_program_unless_it_is_long(self, layout: str) -> None:
+        def operations(shards: int, length: int) -> str:
+            return jax.jit(lambda rank: layouts.Shards(layout, shards).indices(rank, length)).lower(0).as_text()
+
+        short, long = layouts.MOST_CONSTANT, layouts.MOST_CONSTANT + 2
+        assert "iota" not in operations(1, short)
+        assert "iota" in operations(1, long) and "iota" in operations(2, short)
+        np.testing.assert_array_equal(layouts.Shards(layout, 1).indices(0, 8), np.arange(8))
 
 
 class TestReordering:

@@ -113,8 +113,8 @@ def test_sinks_of_any_size_are_safe(large: float) -> None:
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_a_sink_that_is_no_number_is_not_hidden_by_the_hops_after_it(value: float) -> None:
-    ring: dict[str, Any] = {"mesh": mesh_of(sp=4), "axis_name": "sp"}
+def test_a_sink_that_is_no_number_is_not_hidden_by_the_hops_after_it_nor_where_no_key_is_seen(value: float) -> None:
+    ring: dict[str, Any] = {"mesh": mesh_of(sp=4), "axis_name": "sp", "q_segment_ids": jnp.asarray(SEGMENTS)}
     sinks = jnp.asarray([0.0, value, 0.0, 0.0])
     out, lse = ring_attention(QUERY, KEY, VALUE, sinks, return_lse=True, **ring)
     assert np.isnan(out[:, :, 1]).all() and np.isnan(lse[:, 1]).all()

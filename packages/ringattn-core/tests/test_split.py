@@ -26,7 +26,7 @@ from ringattn_core import (
     write_cache,
 )
 from ringattn_core.errors import InputError, MeshError
-from rings import mesh_of
+from ringattn_testing.rings import mesh_of
 
 B, T, N, H = 2, 16, 2, 4
 TOKENS = np.ones((B, T))

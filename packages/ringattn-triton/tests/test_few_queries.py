@@ -14,7 +14,16 @@ import triton.language as tl
 from ringattn_core import decode_attention
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_testing.triton.compile_reports import launches, of_lowered
-from ringattn_testing.triton.given_blocks import SLOPES, TOLERANCE, dense_mask, half_bias, ids, make_block, near
+from ringattn_testing.triton.given_blocks import (
+    SLOPES,
+    TOLERANCE,
+    dense_mask,
+    half_bias,
+    ids,
+    make_block,
+    near,
+    spreads_nan,
+)
 from ringattn_triton.block_kernel import KERNEL, _forward
 from ringattn_triton.few_queries import family, forward_kernel
 from ringattn_triton.launch import compiling_for
@@ -86,6 +95,10 @@ def test_the_first_part_begins_from_sinks(case: str) -> None:
     sinks = Partial(None, jnp.broadcast_to(jnp.linspace(-1.0, 3.0, heads)[None, :, None], (batch, heads, length)))
     assert launched(block, sinks) == KERNELS
     check(block, case, sinks)
+
+
+def test_nan_of_sinks_reaches_rows_that_see_no_key() -> None:
+    spreads_nan(KERNEL.forward, BLOCKS["a window"]())
 
 
 @pytest.mark.parametrize("case", ["keys of the past", "a window", "keys on both sides"])

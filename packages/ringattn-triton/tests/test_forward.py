@@ -21,6 +21,7 @@ from ringattn_testing.triton.given_blocks import (
     mask_in_tiles,
     near,
     ranges,
+    spreads_nan,
     with_option,
 )
 from ringattn_triton import kernel_inputs
@@ -52,6 +53,10 @@ def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monke
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 32)], ids=str)
 def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, int]) -> None:
     check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
+
+
+def test_nan_of_sinks_reaches_rows_that_see_no_key() -> None:
+    spreads_nan(KERNEL.forward, make_block(1, 70, 61, causal=True, offset=40, tiles=(16, 16)))
 
 
 @pytest.mark.parametrize("option", RANGES)

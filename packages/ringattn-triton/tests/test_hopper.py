@@ -26,6 +26,7 @@ from ringattn_testing.triton.given_blocks import (
     make_block,
     mask_in_tiles,
     near,
+    spreads_nan,
     with_option,
 )
 from ringattn_triton.block_kernel import _forward
@@ -249,6 +250,12 @@ def test_the_softmax_begins_from_sinks_and_goes_on_with_the_next_block(dim: int,
     first = block.tile(0, 200, 128, 136)
     final = computed(dataclasses.replace(first, kv=(first.k, first.v), final=True), Partial(None, lse, least))
     assert final.out.dtype == HALF
+
+
+@pytest.mark.parametrize("fields", [{}, {"logits_soft_cap": 30.0}, {"padded": True}], ids=str)
+def test_nan_of_sinks_reaches_rows_that_see_no_key(fields: dict[str, Any]) -> None:
+    block = make_block(1, 200, 150, heads=4, kv_heads=2, dim=128, dtype=HALF, causal=True, offset=140, **fields)
+    spreads_nan(computed, block)
 
 
 def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:

@@ -9,6 +9,7 @@ import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
+from ringattn_core.masks import Local
 from ringattn_testing.triton.given_blocks import make_block, with_option
 from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
@@ -97,6 +98,22 @@ def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -
     block = make_block(1, 64, 64, causal=True)
     found = table(block, 16, 16)
     assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_windows_of_heads_are_one_run_of_tiles_in_which_each_is_seen(by_keys: bool) -> None:
+    windows = Local(40, 0), Local(9, 30)
+    block = make_block(1, 150, 150, heads=4, masks=windows, mask_of_head=(1, 0, 0, 1))
+    found = table(block, 16, 16, by_keys=by_keys, ranked=by_keys, heads=1)
+    assert block.first is not None and block.first.shape[1] == 4 and not found.shape.listed
+    pairs = np.zeros((160, 160), bool)
+    pairs[:150, :150] = seen_pairs(block)[0].any(0)
+    seen = pairs.reshape(10, 16, 10, 16).any((1, 3))
+    seen = seen.T if by_keys else seen
+    for row in range(10):
+        assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(seen[row]))
+    if found.ranks is not None:
+        np.testing.assert_array_equal(found.ranks[0, -1], seen.sum(0))
 
 
 def test_documents_are_listed_so_that_none_visits_another() -> None:

@@ -102,7 +102,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
 def test_a_kernel_begins_from_the_log_sum_exp_of_sinks(ringattn_backend: str, dtype: str):
     """Continuing `Partial(None, lse)`, of weight `exp(lse)` and no value, gives its merge with the block's own result.
 
-    In the block that comes first here, the first half of the queries sees no key.
+    In the block that comes first here, the first half of the queries sees no key. Weights of 0 and NaN are among them.
     """
     kernel, asked = _kernel(ringattn_backend), supports(ringattn_backend, Feature.MAX_LOGITS)
     case = Case(f"from-sinks-{dtype}", causal=True, dtype=dtype, max_logits=asked).with_heads_for(ringattn_backend)
@@ -111,7 +111,7 @@ def test_a_kernel_begins_from_the_log_sum_exp_of_sinks(ringattn_backend: str, dt
     after, before = _blocks(case)
     rows = case.batch, case.heads, case.q_length
     least = jnp.full(rows, -jnp.inf)
-    lse = jnp.linspace(-9.0, 9.0, least.size).at[::5].set(-jnp.inf).reshape(rows)
+    lse = jnp.linspace(-9.0, 9.0, least.size).at[::5].set(-jnp.inf).at[::7].set(jnp.nan).reshape(rows)
     sinks, nothing = (Partial(None, x, least if asked else None) for x in (lse, least))
 
     @jax.jit

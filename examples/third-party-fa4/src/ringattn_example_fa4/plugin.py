@@ -4,7 +4,10 @@
 from ringattn_core import Backend
 from ringattn_core import Feature as F
 
-CAN = (F.GRADIENTS, F.FLOAT16, F.BFLOAT16, F.CAUSAL, F.GROUPED_HEADS, F.SINKS, F.ZIGZAG, F.STRIPED)
+CAN = (
+    F.GRADIENTS, F.FLOAT16, F.BFLOAT16, F.CAUSAL, F.SLIDING_WINDOW, F.CHUNKED, F.KEY_RANGE, F.SEGMENT_IDS,
+    F.GROUPED_HEADS, F.CROSS_LENGTHS, F.SINKS, F.ZIGZAG, F.STRIPED,
+)  # fmt: skip
 
 BACKEND = Backend(
     name="example-fa4",

@@ -456,9 +456,11 @@ def _broken(side: str, promised: int) -> Callable[[int], InputError]:
 
 
 LENIENT: Final = {
-    "q_segment_ids": _few_returns, "kv_segment_ids": _few_returns, "kv_range": _mostly_around_own,
+    "q_segment_ids": _few_returns,
+    "kv_segment_ids": _few_returns,
+    "kv_range": _mostly_around_own,
     "selected": _mostly_none_later,
-}  # fmt: skip
+}
 """Where the values of an array prove little, what they must contradict before the call's own layout counts as wrong."""
 CHECKS: Final[tuple[Callable[[_Rank], Iterator[Finding]], ...]] = (
     _split,

@@ -53,11 +53,13 @@ def _in_two_terms(block: Block) -> bool:
 def _begun(given: KernelInputs, partial: Partial) -> dict[str, jax.Array]:
     """The output to continue, if there is one, and the state of the online softmax `[B, N, 2 or 3, T]`, by name.
 
-    The state is the number that is subtracted from scores, which is the lse, and the sum relative to it: 1, or 0 if
-    nothing is in the denominator yet. If asked for, the largest score follows. All are in units of log2.
+    The state is the number that is subtracted from scores, which is the lse, and the sum relative to it: 1, 0 if
+    nothing is in the denominator yet, or NaN where the lse is NaN, so that the output is NaN even if the query sees no
+    key. If asked for, the largest score follows. All are in units of log2.
     """
     nothing = jnp.isneginf(partial.lse)
-    state = [jnp.where(nothing, kernel.LOWEST, partial.lse * LOG2_E), jnp.where(nothing, 0.0, 1.0)]
+    weight = jnp.where(nothing, 0.0, jnp.where(jnp.isnan(partial.lse), jnp.nan, 1.0))
+    state = [jnp.where(nothing, kernel.LOWEST, partial.lse * LOG2_E), weight]
     state += [] if partial.max_logits is None else [partial.max_logits * LOG2_E]
     arrays = {"softmax": padded(jnp.stack(state, 2), given.sizes.q_length, 3)}
     if partial.out is not None:

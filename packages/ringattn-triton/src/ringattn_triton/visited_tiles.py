@@ -85,9 +85,9 @@ def table(
     found = seen(block, q_tile, kv_tile)
     run = block.bits is None
     # Ranks count only tiles that some head sees. Without a list, a program also visits tiles in the gaps of a run, and
-    # turns would wait for ever for these.
-    by_head = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
-    listed = not run or block.q_segments is not None or by_head or not block.monotone
+    # turns would wait for ever for these. Where positions are monotone, all that some head sees has no gap either: the
+    # least of `first` and the greatest of `last` over heads do not decrease.
+    listed = not run or block.q_segments is not None or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
     return of_bitmap(found, listed, run, by_keys, ragged, ranked, counters, heads, programs)

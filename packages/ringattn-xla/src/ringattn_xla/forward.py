@@ -38,9 +38,10 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 def _begun(before: Partial) -> list[jax.Array]:
     """The state of the online softmax: for each query `base`, the sum of `exp(s - base)`, and maybe the largest score.
 
-    `base` begins as the lse. So the sum begins as 1, or as 0 if neither keys nor sinks are in the denominator.
+    `base` begins as the lse. So the sum begins as 1, as 0 if neither keys nor sinks are in the denominator, or as NaN
+    where the lse is NaN: the output is then NaN even if the query sees no key.
     """
-    total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
+    total = jnp.where(jnp.isneginf(before.lse), 0.0, jnp.where(jnp.isnan(before.lse), jnp.nan, 1.0))
     return [before.lse, total, *([] if before.max_logits is None else [before.max_logits])]
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of random numbers with any option, and what the XLA backend makes of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
-from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.masks import Causal, Numpy, Prefix
 
 from ringattn_testing import random_blocks
@@ -150,6 +151,14 @@ def near(what: str, got: Any, want: Any, tolerance: float) -> None:
     """Both agree, infinities and all; NaN agrees with nothing."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, equal_nan=False, err_msg=what)
+
+
+def spreads_nan(forward: Callable[[Block, Partial | None], Partial], block: Block) -> None:
+    """The results of a head whose sinks are NaN are NaN, in rows that see no key too; those of other heads are not."""
+    batch, length, heads, _ = block.q.shape
+    partial = forward(block, Partial(None, jnp.zeros((batch, heads, length)).at[:, 1].set(jnp.nan)))
+    assert partial.out is not None and np.isnan(partial.out[:, :, 1]).all() and np.isnan(partial.lse[:, 1]).all()
+    assert np.isfinite(np.delete(partial.out, 1, 2)).all() and np.isfinite(np.delete(partial.lse, 1, 1)).all()
 
 
 def after_bias_sums(jaxpr: Any, kernel: str) -> list[bool]:

@@ -272,7 +272,7 @@ class BlockKernel(Protocol):
         """Continues the online softmax from `partial` with the keys of `block`.
 
         If `partial.out` is `None`, there are no earlier keys; if `partial` is, there are no sinks either. A query that
-        sees no key keeps its `out` and `lse`.
+        sees no key keeps its `out` and `lse`. Where `lse` is NaN, `out` becomes NaN, whether a key is seen or not.
         """
         ...
 

@@ -13,6 +13,9 @@ from ..errors import InputError
 
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 ALIASES: Final = {"dual_chunk_swap": "zigzag"}
+MOST_CONSTANT: Final = 2**16
+"""Up to this many tokens, the indices of the only shard are a constant of the program. XLA then computes what depends
+on nothing else, such as the bounds of windows, when it compiles: a kernel or two less before each attention kernel."""
 
 
 def canonical(layout: Any) -> str:
@@ -88,6 +91,8 @@ class Shards:
 
         The indices of all ranks together are a permutation of `range(count * length)`.
         """
+        if self.count == 1 and length <= MOST_CONSTANT:
+            return jnp.asarray(np.arange(length, dtype=np.int32))
         return self._indices(rank, jnp.arange(length, dtype=jnp.int32), jnp.where)
 
     def order(self, length: int) -> np.ndarray:

@@ -197,11 +197,11 @@ def _rows(
     delta: Float32[Array, "B N T"],
     constants: BlockConstants,
     plan: BackwardPlan,
-) -> tuple[Shaped[Array, "B N *rows"], Shaped[Array, "B N *rows"], Float32[Array, "b n kinds rows"] | None]:
-    """Arrays padded to whole query tiles: `lse` in units of log2, `-delta`, numbers of `plan.of_queries` or `None`.
+) -> tuple[Shaped[Array, "2 B N *rows"], Float32[Array, "b n kinds rows"] | None]:
+    """Arrays padded to whole query tiles: `lse` in units of log2 and `-delta`; the numbers of `plan.of_queries`.
 
-    If `plan.subtracting`, the first two are `-lse / unbend` and `-delta`, in parts (`_in_parts`). Numbers of the third
-    are float32, or int32 bitcast to float32.
+    If `plan.subtracting`, the first are `-lse / unbend` and `-delta`, in parts (`_in_parts`). They are one array, which
+    XLA computes in one kernel. Numbers of the second are float32, or int32 bitcast to float32; `None`: there are none.
     """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, gets lse +inf (-inf if it is negated), so that its p is 0.
@@ -209,9 +209,8 @@ def _rows(
     lse = jnp.where(lse == -jnp.inf, unseen, lse * unit)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=unseen)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
-    if plan.subtracting:
-        lse, delta = _in_parts(lse), _in_parts(delta)
-    return lse, delta, _of_queries(block, plan, more)
+    rows = jnp.stack([lse, delta])
+    return _in_parts(rows) if plan.subtracting else rows, _of_queries(block, plan, more)
 
 
 def _of_queries(block: Block, plan: BackwardPlan, more: tuple[int, int]) -> Float32[Array, "b n kinds rows"] | None:
@@ -233,7 +232,7 @@ def _of_queries(block: Block, plan: BackwardPlan, more: tuple[int, int]) -> Floa
     return jnp.stack(jnp.broadcast_arrays(*kinds), 2) if kinds else None
 
 
-def _in_parts(x: Float32[Array, "B N rows"]) -> BFloat16[Array, "B N rows 8"]:
+def _in_parts(x: Float32[Array, "2 B N rows"]) -> BFloat16[Array, "2 B N rows 8"]:
     """Splits each number into three bfloat16 numbers that add up to it, and five zeros: TMA needs strides of 16 bytes.
 
     The first part of an infinite number is infinite, and the others are 0.

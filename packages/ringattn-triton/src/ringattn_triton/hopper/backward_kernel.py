@@ -23,14 +23,14 @@ from .wide_products import compute_dk, compute_dv
 @gluon.jit
 def backward(
     Q, K, V, P,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, OF_QUERIES, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE,
+    BOUNDS, TILES, DOUT, LSE_AND_DELTA, OF_QUERIES, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE,
     FIRST_TILE, DK, DV, DHEADS_OR_DS, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Writes dk and dv and adds up dq, by one persistent program for each multiprocessor.
 
-    A turn is one tile of keys of one key head; programs take turns from a counter. `LSE`, `MINUS_DELTA` and
-    `OF_QUERIES` are the results of `backward._rows`. `RANKS` says in which order turns add to a tile of dq. `DQ` is
+    A turn is one tile of keys of one key head; programs take turns from a counter. `LSE_AND_DELTA` and `OF_QUERIES`
+    are the results of `backward._rows`. `RANKS` says in which order turns add to a tile of dq. `DQ` is
     float32 in the order of `dq_order`, with the softmax scale only in float16. `X_BEFORE` is `X` itself, or `None`.
     Unless `PLAN.ordered`, `DQ` holds zeros at first. If `PLAN.ordered`, the first turn of a tile overwrites it, and the
     counter of a tile that no turn visits stays 0.
@@ -51,7 +51,8 @@ def backward(
     values = V + F.v_start
     if F.stacked:
         DV = DK + F.v_start
-    lse = _tiles_of_numbers(LSE, BATCH * F.heads, PADDED, PLAN)
+    lse = _tiles_of_numbers(LSE_AND_DELTA, BATCH * F.heads, PADDED, PLAN)
+    minus_delta = LSE_AND_DELTA + BATCH * F.heads * PADDED * (8 if PLAN.subtracting else 1)
     of_queries = lse
     KINDS: gl.constexpr = len(PLAN.of_queries)
     if KINDS > 0:
@@ -73,7 +74,7 @@ def backward(
         q=tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE),
         dout=tiles_of_heads(DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE),
         lse=lse,
-        delta=_tiles_of_numbers(MINUS_DELTA, BATCH * F.heads, PADDED, PLAN),
+        delta=_tiles_of_numbers(minus_delta, BATCH * F.heads, PADDED, PLAN),
         of_queries=of_queries,
         dq=dq,
         dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if PLAN.stored else dq,

@@ -132,10 +132,10 @@ def tanh(x, F: tl.constexpr):
 def continued_rows(lse):
     """The row maxima and row sums with which the online softmax continues from a partial result with log-sum-exp `lse`.
 
-    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, or 0 for a row that has seen nothing
-    and has no sinks.
+    A maximum is `lse` in units of log2. The sum of weights relative to it is 1, 0 for a row that has seen nothing and
+    has no sinks, or NaN where `lse` is NaN: the output is then NaN even if the row sees no key.
     """
-    return lse * LOG2_E, tl.where(lse == -float("inf"), 0.0, 1.0)
+    return lse * LOG2_E, tl.where(lse == -float("inf"), 0.0, tl.where(lse == lse, 1.0, lse))
 
 
 @triton.jit

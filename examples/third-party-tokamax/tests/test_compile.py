@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokamax's kernels compile for Hopper and for Blackwell, as this backend calls them, on a machine without a GPU.
+
+One process compiles for one of them: `pytest -k sm_100a`. Mosaic's compiler keeps the first architecture that it sees.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# XLA reads these variables when it compiles the first kernel.
+os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": tempfile.mkdtemp()}
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from ringattn_example_tokamax import kernel  # pyright: ignore[reportMissingImports]
+from tokamax._src import mosaic_gpu  # pyright: ignore[reportMissingImports]
+
+PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
+MULTIPROCESSORS = {90: 132, 100: 148}
+DEVICE = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 fpus_per_core: 128 core_count: {cores}
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability {{ major: {major} minor: 0 }}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "NVIDIA"
+"""
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["ranges", "causal"])
+@pytest.mark.parametrize("architecture", PRODUCT, ids="sm_{}a".format)
+def test_both_passes_compile(architecture: int, causal: bool, monkeypatch: pytest.MonkeyPatch):
+    cores = MULTIPROCESSORS[architecture]
+    monkeypatch.setattr(kernel, "architecture", lambda: architecture)
+    here = SimpleNamespace(get_default_device=lambda: SimpleNamespace(core_count=cores))
+    monkeypatch.setattr(mosaic_gpu, "backend", here)  # a persistent kernel has a program for each multiprocessor
+    described = DEVICE.format(cores=cores, major=architecture // 10)
+    topology = topologies.get_topology_desc("", "cuda", target_config=described, topology="1x1x1")
+    on_it = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    shapes = [
+        ((1, 200, 4, 128), jnp.bfloat16),
+        *[((1, 200, 2, 128), jnp.bfloat16)] * 2,
+        *[((1, 1, 200), jnp.int32)] * 2,
+    ]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=on_it) for shape, dtype in shapes]
+
+    def both(q, k, v, first, last):
+        options = {"scale": 0.125, "first": first, "last": last, "causal": causal}
+        out, lse = kernel.forward(q, k, v, **options)
+        return kernel.backward(q, k, v, out, lse, out, delta=lse, **options)
+
+    dumped = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    before = {*dumped.glob("*.ptx")}
+    jax.jit(both).trace(*arrays).lower().compile()
+    made = {*dumped.glob("*.ptx")} - before
+    texts = [path.read_text() for path in made]
+    assert len(texts) == 3  # the forward kernel, that of dq, and that of dk and dv
+    assert all(PRODUCT[architecture] in text and f".target sm_{architecture}a" in text for text in texts)
+    assert all("registers" in path.with_suffix(".ptxas").read_text() for path in made)  # of the assembler's report
