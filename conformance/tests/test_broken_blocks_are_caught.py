@@ -16,7 +16,7 @@ from ringattn_testing.conformance.broken_numbers import DROPOUT, RESULTS, SCORES
 from ringattn_testing.conformance.broken_sizes import SIZES
 from ringattn_testing.conformance.broken_tiles import TILES
 from ringattn_testing.conformance.catching import catches, size
-from ringattn_testing.conformance.numpy_ring import Dense, OneAfterAnother
+from ringattn_testing.conformance.numpy_ring import Dense, Fused
 
 BREAKS: dict[str, Break] = (
     WINDOWS | POSITIONS | IDS | RANGES | CHOSEN | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
@@ -25,11 +25,11 @@ BREAKS: dict[str, Break] = (
 
 @functools.cache
 def calls(tier: str) -> list[tuple[Case, Placement]]:
-    """The calls of a tier that compare every result with the oracle: mixtures, then named cases, small ones first.
+    """The calls of a tier that compare every result with the oracle: the design, then named cases, small ones first.
 
     The full tier is listed without the core tier.
     """
-    every = (drawn(ENTRIES["mixtures"], frozenset(Feature)), points())
+    every = (drawn(ENTRIES["design"], frozenset(Feature)), points())
     mixed, named = ([(one.case, one.placement) for one in some if one.tier == tier] for some in every)
     return [*sorted(mixed, key=size), *sorted(named, key=size)]
 
@@ -56,4 +56,4 @@ def test_a_kernel_that_has_a_fault_in_rare_calls_is_caught(name: str):
 def test_a_right_kernel_that_rounds_often_has_half_of_every_tolerance_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparison, "factor", 0.5)
     every = (*calls(tiers.CORE), *calls(tiers.FULL))
-    assert [str(call[0]) for call in every if catches(call, OneAfterAnother())] == []
+    assert [str(call[0]) for call in every if catches(call, Fused())] == []

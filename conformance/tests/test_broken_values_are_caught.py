@@ -12,7 +12,7 @@ from ringattn_core import Feature
 from ringattn_testing.conformance.broken_values import VALUES
 from ringattn_testing.conformance.catching import catches, size
 from ringattn_testing.conformance.draw_release import values
-from ringattn_testing.conformance.numpy_ring import OneAfterAnother
+from ringattn_testing.conformance.numpy_ring import Fused
 
 SEED = 20261126
 
@@ -38,7 +38,7 @@ def test_a_kernel_that_is_wrong_for_some_values_is_caught(name: str):
 
 
 def test_every_value_of_every_domain_is_in_the_release():
-    met = {pair for entry in ENTRIES["values"] for pair in values(entry)}
+    met = {pair for entry in (*ENTRIES["values"], *ENTRIES["design"]) for pair in values(entry)}
     every = {(name, x) for table in (domains.SIZES, domains.OPTIONS) for name, some in table.items() for x in some}
     assert {pair for pair in every if pair[1] is not None} - met == set()
 
@@ -46,7 +46,7 @@ def test_every_value_of_every_domain_is_in_the_release():
 def test_a_right_kernel_that_rounds_often_has_half_of_every_tolerance_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparison, "factor", 0.5)
     today = drawn(domains.today(SEED)[:12], frozenset(Feature))
-    wrong = [str(one) for one in (*calls(tiers.FULL), *today) if catches((one.case, one.placement), OneAfterAnother())]
+    wrong = [str(one) for one in (*calls(tiers.FULL), *today) if catches((one.case, one.placement), Fused())]
     assert wrong == []
 
 

@@ -3,7 +3,6 @@
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +12,10 @@ from ringattn_conformance.lattice import LAYOUTS, Point, calls, drawn, points, u
 from ringattn_conformance.tiers import RINGS
 from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
-from ringattn_testing.conformance.draw_release import WITHOUT, matters
 
 ALL = frozenset(Feature)
 DTYPES = {Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16}
-MIXED = drawn(ENTRIES["mixtures"], ALL)
-HEAD_DIMS = (64, 21, 128, 80, 192, 96, 256)
-KEY_HEADS = ("groups of 2", "groups of 3", "no groups", "groups of 1")
-OPTIONS = (*(WITHOUT.keys() - {"scale"}), "builder", "dense_mask", "lse", "fused_backward")
-IMPLIED = {("causal", "chunk")}
-"""A chunk is causal anyway."""
+MIXED = drawn(ENTRIES["design"], ALL)
 
 
 def within(tier: str, among: Iterable[Point]) -> list[Point]:
@@ -33,22 +26,18 @@ def needs(point: Point) -> frozenset[Feature]:
     return point.case.needs | point.placement.needs
 
 
-def grouping(case: Any) -> str:
-    return "no groups" if case.kv_heads == case.heads else f"groups of {case.kv_heads}"
-
-
-def test_every_case_is_in_one_place_of_the_full_tier_on_rings_of_several_ranks_in_every_layout():
+def test_every_case_is_in_one_place_of_the_full_tier_on_every_ring_in_every_layout():
     full = within(tiers.FULL, points())
     assert [point.case.name for point in full] == [case.name for case in CASES]
     met = {(point.placement.ring, point.placement.layout) for point in full}
-    assert met == {(ring, layout) for ring in RINGS if ring > 1 for layout in LAYOUTS}
+    assert met == {(ring, layout) for ring in RINGS for layout in LAYOUTS if ring > 1 or layout == LAYOUTS[0]}
     assert {point.placement.check_vma for point in full} == {True, False}
 
 
 def test_every_call_is_named_once_and_fits_its_ring():
     assert len({str(point) for point in points()}) == len(points()) > 5 * len(CASES)
     assert len(NAMED) == len(ENTRIES["named"]) + len(ENTRIES["elsewhere"])
-    assert len({str(one) for one in MIXED}) == len(MIXED) == len(ENTRIES["mixtures"])
+    assert len({str(one) for one in MIXED}) == len(MIXED) == len(ENTRIES["design"])
     assert {one.placement.ring for one in MIXED} == {*RINGS}
     assert all(one.case.fits(one.placement.ring, one.placement.layout) for one in (*points(), *MIXED))
 
@@ -70,7 +59,7 @@ def test_every_two_features_meet():
     ids=["three features", "without lse and float32"],
 )
 def test_a_backend_gets_mixtures_of_what_it_declares_under_the_same_names(features: set[Feature]):
-    found = drawn(ENTRIES["mixtures"], features)
+    found = drawn(ENTRIES["design"], features)
     assert frozenset().union(*map(needs, found)) == {*features} - {Feature.GRADIENTS}
     assert {str(one) for one in found} <= {str(one) for one in MIXED}
     met = {frozenset(pair) for one in found for pair in itertools.combinations(needs(one), 2)}
@@ -90,30 +79,6 @@ def test_a_declared_feature_that_no_passed_call_has_is_told():
     assert found[None] == [], "precision is owed in float32 alone"
     assert "SINKS in float16" in found[1]
     assert {"SINKS in float16", "SINKS in float32"} <= {*lacking} and "FLOAT16 in float16" in nothing
-
-
-def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on_one_rank():
-    """Kernels may have code of their own for each. On one rank the calls of the full tier are meant."""
-    seen: set[tuple[str, str, Any]] = set()
-    for one in MIXED:
-        case = one.case
-        places = [case.head_dim, grouping(case)]
-        places += ["one rank"] if one.tier == tiers.FULL and one.placement.ring == 1 else []
-        seen |= {(name, case.dtype, place) for name in OPTIONS if getattr(case, name) for place in places}
-    dtypes = [dtype.name.lower() for dtype in DTYPES]
-    assert seen == set(itertools.product(OPTIONS, dtypes, [*HEAD_DIMS, *KEY_HEADS, "one rank"]))
-
-
-def test_an_option_that_is_ignored_beside_another_or_in_one_dtype_shows_in_the_core_tier():
-    """An option matters in some mixture with each other option, in each dtype, and with each head size and group."""
-    seen: set[tuple[str, Any]] = set()
-    for one in within(tiers.CORE, MIXED):
-        present = [option for option in WITHOUT if getattr(one.case, option) not in (None, False, 0.0)]
-        beside = [*present, one.case.dtype, one.case.head_dim, grouping(one.case)]
-        seen |= {(option, other) for option in present if matters(one.case, option) for other in beside}
-    sizes = [*(dtype.name.lower() for dtype in DTYPES), *HEAD_DIMS, *KEY_HEADS]
-    wanted = {(option, other) for option in WITHOUT for other in (*WITHOUT, *sizes) if other != option}
-    assert wanted - seen - IMPLIED == set()
 
 
 def test_every_token_of_scattered_positions_has_its_own():

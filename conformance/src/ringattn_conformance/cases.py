@@ -282,9 +282,9 @@ ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     kind: (*entries, *_CHOSEN.get(kind, ())) for kind, entries in load("cases.json").items()
 }
 """`named` has every option alone, edge cases and combinations; `elsewhere` has cases that single tests ask for;
-`mixtures` has calls with many options at once; `values` has calls drawn from `domains.json`; `cache` has calls of
-decoding and prefill. `chosen_keys.json` adds to the first and the third. An entry has fields of `Case` and of
-`lattice.Point`; `why` is for readers.
+`design` has calls with many options at once, in which all levels of `factors.json` meet; `values` has calls drawn from
+`domains.json`; `cache` has calls of decoding and prefill. `chosen_keys.json` adds to the first. An entry has fields of
+`Case` and of `lattice.Point`; `why` is for readers.
 """
 
 

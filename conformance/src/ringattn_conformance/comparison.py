@@ -13,6 +13,11 @@ FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest absolute error of the output, the lse and `max_logits`."""
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, as a multiple of its largest element (taken as at least 0.1)."""
+SUBNORMAL: Final = 2.0**-22
+"""Four times the distance of the smallest numbers of float16, which every tolerance in half precision allows."""
+ROW: Final = (1.0, 2.0)
+"""The share of the tolerance of a row of size 1 that a row of an output, or of a gradient, has for its own size: a
+gradient has the errors of both of its factors."""
 HALF_PARTIALS: Final = 2.0
 """Multiplies the tolerances of float16 and bfloat16 for a backend that declares `half_partials`.
 
@@ -65,6 +70,20 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
     return GRADIENTS[dtype] * growth * max(0.1, float(size))
 
 
+def allowed_by_row(quantity: str, dtype: str, answer: Answer, tolerance: float) -> float | np.ndarray:
+    """The largest absolute error of each row of a result, where `tolerance` is that of the whole result.
+
+    In half precision a small row has a small tolerance: that of a row of its size. Without that, an error of the whole
+    output would pass where a query sees thousands of keys.
+    """
+    size = answer.sizes.get(quantity)
+    if size is None or dtype == "float32":
+        return tolerance
+    want = answer.by_name[quantity]
+    whole = 1.0 if not quantity.startswith("d") else max(0.1, float(np.abs(want).max(initial=0.0)))
+    return tolerance * np.minimum(1.0, ROW[quantity.startswith("d")] * size / whole) + SUBNORMAL
+
+
 def check(got: Mapping[str, Any], answer: Answer, case: Case, where: str = "") -> None:
     """Raises `Wrong` unless every result in `got` is within tolerance of the oracle's and has the right dtype."""
     faults = against_oracle(got, answer, case)
@@ -97,6 +116,7 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, case: Case) -> list[s
     for name, x in got.items():
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
         tolerance = max(allowed(name, one, wanted[name], answer.largest, answer.uncapped) for one in dtypes)
+        tolerance = allowed_by_row(name, dtype, answer, tolerance)
         tolerance = tolerance * (case.value_gain if name == "out" else 1.0) + answer.slack.get(name, 0.0)
         faults += difference(name, x, wanted[name], tolerance, answer.empty)
     return faults
@@ -139,10 +159,13 @@ def fail_if(faults: Iterable[str], subject: str, compared: Iterable[str] = ()) -
         raise Wrong("\n  ".join([subject, *lines]))
 
 
-def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: np.ndarray | None = None) -> list[str]:
+def difference(
+    name: str, got: Any, want: np.ndarray, tolerance: float | np.ndarray, empty: np.ndarray | None = None
+) -> list[str]:
     """One line on the differences beyond the tolerance, or none. NaN and infinities must be in the same places.
 
-    `empty[B, N, T]` marks rows that see no key: the line says so if all wrong elements, or all NaN, are in such rows.
+    The tolerance is one number, or an array that broadcasts to the result. `empty[B, N, T]` marks rows that see no key:
+    the line says so if all wrong elements, or all NaN, are in such rows.
     """
     got = np.asarray(got)
     if got.shape != want.shape:
@@ -154,12 +177,20 @@ def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: n
     beyond = error > tolerance
     if not beyond.any():
         return []
-    worst = np.unravel_index(int(np.argmax(error)), error.shape)
+    limit = np.broadcast_to(tolerance, error.shape)
+    worst = np.unravel_index(int(np.argmax(error / np.maximum(limit, np.finfo(np.float64).tiny))), error.shape)
     return [
         f"{name}: worst at [{', '.join(map(str, worst))}]: got {seen[worst]:.8g}, want {want[worst]:.8g}, "
-        f"error {error[worst]:.3g}, tolerance {tolerance:.3g}; {int(beyond.sum())} of {error.size} elements beyond it"
-        f"{places(name, beyond)}{_empty_and_nan(name, beyond, np.isnan(seen) & beyond, empty)}"
+        f"error {error[worst]:.3g}, tolerance {limit[worst]:.3g}; {beyond.sum()} of {error.size} elements beyond it"
+        f"{places(name, beyond)}{_zeros(seen, beyond)}{_empty_and_nan(name, beyond, np.isnan(seen) & beyond, empty)}"
     ]
+
+
+def _zeros(got: np.ndarray, beyond: np.ndarray) -> str:
+    """Says where a result is 0 that should not be."""
+    if not got.any():
+        return "; all of it is 0"
+    return "" if got[beyond].any() else "; all wrong elements are 0"
 
 
 def places(name: str, wrong: np.ndarray) -> str:

@@ -2,9 +2,9 @@
 """Draws calls by a seed, from the domains of all options and sizes that `domains.json` lists, edges included.
 
 A kernel may be wrong for some values only: a chunk above 64, a third key head, the last key of 65. So each
-option is drawn from its whole range. The calls run on one rank, where they compile fast; for long ones only the forward
-pass is compared. `cases.json` holds the calls that were drawn for a release; every run adds calls drawn from a seed,
-by default today's date.
+option is drawn from its whole range. Half of the lengths are edges, and half are drawn uniformly. Most calls run on one
+rank, where they compile fast; for long ones only the forward pass is compared. `cases.json` holds the calls that were
+drawn for a release; every run adds calls drawn from a seed, by default today's date.
 """
 
 import math
@@ -34,6 +34,12 @@ SHARE: Final = 0.3
 """The probability that a call has any one option."""
 SHARE_OF_ONE_QUERY: Final = 0.5
 """The same for calls of a single query, which cost little."""
+MANY: Final = 2000
+"""So many tokens are long: of more than one query, the last keys then matter only with like scores, all seen."""
+RINGS: Final = (1, 1, 1, 2, 3, 4, 8)
+LAYOUTS: Final = ("contiguous", "zigzag", "striped")
+LONGEST: Final = 700
+"""The longest sequence that is drawn uniformly."""
 SCORES: Final = 2**21
 """The most scores of a call: batch rows times heads times queries times keys."""
 SCORES_WITH_GRADIENTS: Final = 2**18
@@ -43,7 +49,7 @@ ELEMENTS: Final = 2**22
 
 
 def draw(seed: int) -> Entry:
-    """One call on one rank, drawn with the seed."""
+    """One call, drawn with the seed."""
     rng = random.Random(seed)
     entry: Entry = {"seed": seed & 0xFFFFFFFF, "ring": 1, "layout": "contiguous", "check_vma": bool(seed % 2)}
     sizes = {name: rng.choice(values) for name, values in SIZES.items()}
@@ -57,7 +63,9 @@ def draw(seed: int) -> Entry:
             entry[other] = rng.choice(values)
     reach = max(_reach(entry.get("window")), _reach(entry.get("chunk")))
     sizes["lengths"] = rng.choice([one for one in SIZES["lengths"] if max(one) > reach and (one[0] == 1) is single])
-    if max(sizes["lengths"]) > 2000:  # the last of so many keys matter only with like scores, all seen, in float32
+    if not single and rng.random() < 0.5 and max(sizes["lengths"]) <= MANY:
+        entry |= _placed(sizes, reach, rng)
+    if max(sizes["lengths"]) > MANY and (not single or rng.random() < 0.5):
         entry = {name: x for name, x in entry.items() if name not in (*MASKS, *FAR_APART)} | {"dropout": 0.5}
         sizes["dtype"] = "float32"
     elif single:
@@ -68,6 +76,18 @@ def draw(seed: int) -> Entry:
         entry["positions"] = "extreme"  # position minus window is below int32
     most = max(rng.choice((SCORES, SCORES_WITH_GRADIENTS)), math.prod(sizes["lengths"]))
     return _with_effect(entry | _fitting(sizes, rng, most))
+
+
+def _placed(sizes: dict[str, Any], reach: int, rng: random.Random) -> Entry:
+    """A ring and a layout. Makes the lengths uniform ones that divide over the ring."""
+    ring, layout = rng.choice(RINGS), rng.choice(LAYOUTS)
+    layout = layout if ring > 1 else LAYOUTS[0]
+    parts = ring * (2 if layout == "zigzag" else 1)
+    rows = rng.randint(2, LONGEST)
+    columns = rows if rng.random() < 0.5 else rng.randint(2, LONGEST)
+    columns = max(columns, min(reach + 1, LONGEST))
+    sizes["lengths"] = tuple(-(-length // parts) * parts for length in (rows, columns))
+    return {"ring": ring, "layout": layout}
 
 
 def _reach(x: Any) -> int:
@@ -110,8 +130,8 @@ def _with_effect(entry: Entry) -> Entry:
         entry.pop("precision", None)
     elif entry.get("gain") or entry.get("scale"):
         entry["nonzero"] = 16
-    if entry.get("positions") == "extreme" or max(entry["q_length"], entry["kv_length"]) > 2000:
-        entry.pop("slopes", None)  # over distances of 2^31 only one key keeps any weight
+    if entry.get("positions") == "extreme" or max(entry["q_length"], entry["kv_length"]) > 5000:
+        entry.pop("slopes", None)  # over such distances few keys keep any weight
     few = entry["kv_length"] < 4 or entry.get("chunk", 9) < 9 or entry.get("window") in NARROW
     few = few or entry.get("selected_size", 9) < 9
     overflowing = entry["dtype"] == "float16" and entry.get("gain", 1.0) > 50

@@ -33,7 +33,7 @@ class Point:
 def calls(features: Collection[Feature], seed: int) -> list[Point]:
     """Every call that judges a backend with these features, including the calls drawn with `seed`."""
     values = (*ENTRIES["values"], *domains.today(seed))
-    return [*points(), *drawn(ENTRIES["mixtures"], features), *drawn(values, features)]
+    return [*points(), *drawn(ENTRIES["design"], features), *drawn(values, features)]
 
 
 def points() -> list[Point]:

@@ -2,13 +2,18 @@
 """Computes the right answer: dense attention and its gradients in float64 NumPy, from the specification alone."""
 
 import dataclasses
+import functools
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 
 _LOW: Final = 0xFFFFFFFF
 _FORBIDS: Final = -1e5
 """A bias below this masks out its pair of query and key, as -inf does."""
+_LEAST: Final = 1e-5
+"""Added to each weight and each derivative of a score in `Answer.sizes`: float16 rounds numbers below 6e-5 to multiples
+of 6e-8, not to a part of their own size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +57,22 @@ class Answer:
     soft cap, and 0 without a cap: it says how large the products are that float32 rounds.
     `empty[B, N, T]` is True for rows that see no key. `max_logits[N]` is the largest score of each head.
     A backend may compute `delta` from the rounded output. `slack` is the most by which that changes the gradients that
-    sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up.
+    sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up, and, in half precision, each row of
+    `dq` and `dk`, which may be small beside it: the derivatives of a query that sees one key are 0.
+    `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
+    of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
+    where the terms cancel.
     """
 
     out: np.ndarray
     lse: np.ndarray
     largest: float
     gradients: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    slack: dict[str, float] = dataclasses.field(default_factory=dict)
+    slack: dict[str, Any] = dataclasses.field(default_factory=dict)
     uncapped: float = 0.0
     empty: np.ndarray | None = None
     max_logits: np.ndarray | None = None
+    sizes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def by_name(self) -> dict[str, Any]:
@@ -93,15 +103,20 @@ def philox_2x32(first: np.ndarray, second: np.ndarray, key: int) -> tuple[np.nda
 def kept(problem: Problem) -> np.ndarray:
     """True where dropout keeps the probability, `[B, N, T, S]`."""
     batch, rows, heads = problem.q.shape[:3]
-    columns = problem.k.shape[1]
+    return _kept(batch, heads, rows, problem.k.shape[1], int(problem.seed) & _LOW, problem.dropout)
+
+
+@functools.lru_cache(maxsize=4)
+def _kept(batch: int, heads: int, rows: int, columns: int, seed: int, dropout: float) -> np.ndarray:
     i, j = np.arange(rows)[:, None], np.arange(columns)[None]
     number = np.broadcast_to(2 * (i // 8 % 2) + j // 8 % 2, (rows, columns))
     found = np.empty((batch, heads, rows, columns), bool)
     for b, n in np.ndindex(batch, heads):
-        key = philox_4x32((n, b, 0, 0), (int(problem.seed) & _LOW, 0))[0]
+        key = philox_4x32((n, b, 0, 0), (seed, 0))[0]
         low, high = philox_2x32(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8, key)
         halves = np.stack([low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16])
-        found[b, n] = np.take_along_axis(halves, number[None], 0)[0] >= np.uint64(np.floor(problem.dropout * 2**16))
+        found[b, n] = np.take_along_axis(halves, number[None], 0)[0] >= np.uint64(np.floor(dropout * 2**16))
+    found.setflags(write=False)
     return found
 
 
@@ -217,8 +232,11 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
     p = p / total
     keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = per_row(p * keep, v_heads)
+    half = problem.q.dtype.itemsize == 2
+    kept_terms = (p * keep + _LEAST) ** 2
+    sizes = {"out": _size(per_row(kept_terms, v_heads**2))} if half else {}
     if dout is None:
-        return Answer(out, lse, largest, uncapped=uncapped, empty=empty, max_logits=max_logits)
+        return Answer(out, lse, largest, uncapped=uncapped, empty=empty, max_logits=max_logits, sizes=sizes)
 
     dout = np.asarray(dout, np.float64)
     dlse = np.zeros(lse.shape) if dlse is None else np.asarray(dlse, np.float64)
@@ -229,6 +247,8 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
     ds = p * (keep * dp - delta[..., None])
     dz = ds if slope_of_cap is None else ds * slope_of_cap
     rounding = np.einsum("btnh,btnh->bnt", dout, out.astype(problem.v.dtype).astype(np.float64) - out)
+    if half:  # a weight that is rounded, too, moves its part of the output as a whole
+        rounding += np.copysign(0.5 * float(ml_dtypes.finfo(problem.q.dtype).eps) * (delta + dlse), rounding)
     slack = {}
     by_group = (*k.shape[:2], kv_heads, group)
     gradients = {
@@ -236,6 +256,17 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
         "dk": (scale * per_row(np.swapaxes(dz, 2, 3), q)).reshape(*by_group, -1).sum(3),
         "dv": per_row(np.swapaxes(p * keep, 2, 3), dout).reshape(*by_group, -1).sum(3),
     }
+    if half:
+        of_delta = np.abs(delta) + np.sqrt(np.einsum("btnh,btnh->bnt", dout**2, out**2))
+        terms = (abs(scale) * p * (np.abs(keep * dp) + of_delta[..., None]) + _LEAST * max(1.0, abs(scale))) ** 2
+        moved = scale * p * rounding[..., None]
+        of_keys = per_row(np.swapaxes(moved, 2, 3), q).reshape(*by_group, -1).sum(3)
+        for name, x in (("dq", per_row(moved, k_heads)), ("dk", of_keys)):
+            slack[name] = 2 * np.abs(x).max(-1, keepdims=True)
+        sizes["dq"] = _size(per_row(terms, k_heads**2))
+        for name, x in (("dk", per_row(np.swapaxes(terms, 2, 3), q**2)),
+                        ("dv", per_row(np.swapaxes(kept_terms, 2, 3), dout**2))):  # fmt: skip
+            sizes[name] = _size(x.reshape(*by_group, -1).sum(3))
     if problem.bias is not None:
         gradients["dbias"] = _summed_to(ds, problem.bias.shape)
     if problem.slopes is not None:
@@ -247,7 +278,7 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
         slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
-    return Answer(out, lse, largest, gradients, slack, uncapped, empty, max_logits)
+    return Answer(out, lse, largest, gradients, slack, uncapped, empty, max_logits, sizes)
 
 
 def per_pair(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -258,6 +289,11 @@ def per_pair(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def per_row(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """`bnts,bsnh->btnh`"""
     return np.moveaxis(weights @ np.moveaxis(columns, 2, 1), 1, 2)
+
+
+def _size(squares: np.ndarray) -> np.ndarray:
+    """The size of each row whose components have these sums of squares, with one component."""
+    return np.sqrt(squares.max(-1, keepdims=True))
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

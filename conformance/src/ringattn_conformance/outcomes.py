@@ -9,7 +9,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from . import comparison, oracle
+from . import comparison, culprits, oracle
 from .cases import Case
 from .ranks import Local, Placed, run
 
@@ -74,4 +74,10 @@ def agrees(
         got = run(placed, gradients, local)
         if right:
             answer = case.answer if problem is None else oracle.attend(problem, inputs.dout, inputs.dlse)
-            comparison.check(got, answer, case, f"on {placement}")
+            try:
+                comparison.check(got, answer, case, f"on {placement}")
+            except comparison.Wrong as wrong:
+                if local is not None or problem is not None:
+                    raise
+                more = culprits.found(placed, gradients)
+                raise comparison.Wrong("\n  ".join([str(wrong), *more])) from None

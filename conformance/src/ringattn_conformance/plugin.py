@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from datetime import date
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -82,7 +83,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         return []
     options, versions = config.option, results.versions()
     lines = [f"ringattn: {', '.join(f'{name} {version}' for name, version in versions.items())}"]
-    lines.append(f"ringattn backend: {', '.join(backends(config))}")
+    lines += [f"ringattn backend: {name}{tested(name)}" for name in backends(config)]
+    lines.append(f"ringattn suite: {Path(__file__).parent}")
     lines.append(f"ringattn tier: {options.ringattn_tier}, seed {options.ringattn_seed}")
     if options.ringattn_tolerance_factor != 1:
         lines.append(f"ringattn tolerances: TIMES {options.ringattn_tolerance_factor:g}")
@@ -123,19 +125,32 @@ def backends(config: pytest.Config) -> list[str]:
     return available
 
 
+def tested(name: str) -> str:
+    """Which files of a backend the run tests."""
+    from ringattn_core.backends import discovery
+
+    from .origins import file_of
+
+    registration = discovery.get(name)
+    return f" {registration.version} from {file_of(registration) or registration.distribution}"
+
+
 def unusable(name: str) -> str | None:
-    """Why a backend cannot be certified here (not available, or a wrong descriptor); `None` if it can."""
+    """Why a backend cannot be certified here (not available, a wrong descriptor, two copies); `None` if it can."""
     import jax
     from ringattn_core.backends import discovery
     from ringattn_core.errors import RingAttnError
 
     from .cases import DTYPES
+    from .origins import two_copies
 
     try:
         found = discovery.get(name)
         if (why := found.why_unavailable()) is not None:
             return why
         descriptor = found.descriptor()
+        if (doubt := two_copies(found)) is not None:
+            return doubt
     except RingAttnError as error:
         return str(error)
     if unknown := {*descriptor.platforms} - PLATFORMS - {jax.devices()[0].platform}:

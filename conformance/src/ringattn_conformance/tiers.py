@@ -11,7 +11,7 @@ EXHAUSTIVE: Final = "exhaustive"
 RINGS: Final = (1, 2, 3, 4, 8)
 TIERS: Final = {
     CORE: "every feature and every kind of promise at least once, in minutes on a laptop",
-    FULL: "every named case on one ring, and more mixtures of options, on rings of up to 8",
+    FULL: "every named case on one ring, and every two levels of options and sizes together, on rings of up to 8",
     EXHAUSTIVE: "every named case on every ring and in every layout, by optimised programs: hours on a laptop",
 }
 """The tiers and what they run, from the smallest to the largest. A test without a mark is in the full tier."""

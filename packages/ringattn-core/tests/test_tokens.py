@@ -149,6 +149,8 @@ def test_a_batch_is_placed_in_layout_order_with_what_follows_from_tokens_and_doc
 def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
     np.testing.assert_array_equal(shift(X, 2, segment_ids=IDS), moved(X, 2, IDS).astype(np.float32))
     assert int(shift(IDS, 60, fill=-1).max()) == -1
+    filled = shift(X, 6, fill=jnp.float32(-np.inf), mesh=mesh_in("automatic", sp=8), axis_name="sp")
+    assert np.isneginf(filled[:, -6:]).all()
     by_rows = jax.device_put(np.tile(X, (4, 1, 1)), NamedSharding(mesh_in("automatic", sp=8), P("sp")))
     found = shift(by_rows, 2, mesh=by_rows.sharding.mesh, axis_name="sp")  # the ring splits another axis before
     np.testing.assert_array_equal(found[:B], moved(X, 2, None).astype(np.float32))
@@ -172,6 +174,15 @@ def test_one_device_and_a_mesh_that_is_set_need_no_mesh() -> None:
         (lambda ring: write_cache(X, X[:, :2], jnp.array([3]), **ring), "positions: has shape"),
         (lambda ring: write_cache(X, X[:, :1], jnp.array([3.0]), **ring), "positions: has dtype float32"),
         (lambda ring: write_cache(X, X[:, :1], np.array([2**32]), **ring), "positions: has the value 4294967296"),
+        (lambda ring: write_cache(X.astype(np.int8), X[:, :1], jnp.array([3]), **ring), "new: has dtype float32"),
+        (lambda ring: write_cache(IDS.astype(np.int8), IDS[:, :1], jnp.array([3]), **ring), "new: has dtype int32"),
+        (lambda ring: shift(IDS, 1, fill=0.5, **ring), "fill: got 0.5. Pass a number that an array of int32 can hold"),
+        (lambda ring: shift(IDS, 1, fill="0"), "fill: got '0'. Pass a number"),
+        (lambda ring: shift(IDS.astype(np.uint8), 1, fill=-1, **ring), "fill: got -1. Pass a number"),
+        (lambda ring: shift(X.astype(np.float16), 1, fill=1e5, **ring), "fill: got 100000.0. Pass"),
+        (lambda ring: to_layout(X, "zigzag", axis_name="sp"), "to_layout is for global arrays, and needs a mesh with"),
+        (lambda ring: layout_batch({"tokens": X}, "striped", ring["mesh"]), "tokens: has shape (2, 48, 2). Pass [B"),
+        (lambda ring: layout_batch({"tokens": IDS}, "striped", ring["mesh"], batch_axis_name="sp"), "share a mesh"),
         (lambda ring: layout_batch({"token": IDS}, "striped", ring["mesh"]), "batch: has 'token'. Pass arrays"),
         (lambda ring: layout_batch({"tokens": IDS}, "striped", None), "mesh is NoneType. Pass a jax.sharding.Mesh"),
         (lambda ring: layout_batch({"tokens": IDS, "segment_ids": IDS[:1]}, "striped", ring["mesh"]), "segment_ids:"),

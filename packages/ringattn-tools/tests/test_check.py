@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention, to_layout
 from ringattn_core.errors import InputError
+from ringattn_testing.right_programs import Program
 
 B, S, N, H = 2, 16, 4, 8
 Q, K, V = (jax.random.normal(key, (B, S, N, H)) for key in jax.random.split(jax.random.key(0), 3))
@@ -282,6 +283,47 @@ def test_a_bias_of_one_head_and_one_query_for_each_rank_is_no_mistake() -> None:
     specs = (P(None, "sp", "tp"), P(None, "tp", "sp"))
     bias = jax.random.normal(jax.random.key(3), (1, N, 2, 2))
     jax.block_until_ready(in_shard_map(attend, specs, "jit", sp=2, tp=N)(Q[:, :2], bias))
+
+
+@pytest.mark.parametrize("form", ["mesh", "shard_map"])
+def test_shards_with_equal_values_are_no_mistake(form: str) -> None:
+    attend = functools.partial(ring_attention, axis_name="sp")
+    if form == "mesh":
+        over = jax.jit(functools.partial(attend, mesh=mesh_of(sp=4)))
+    else:
+        over = in_shard_map(attend, (P(None, "sp"),) * 3, "jit", sp=4)
+    for q, k, v in ((Q, K, V[:, :1]), (Q[:, :1], K[:, :1], V[:, :1]), (Q, K, jnp.tile(V[:, :2], (1, S // 2, 1, 1)))):
+        jax.block_until_ready(over(*(jnp.broadcast_to(x, Q.shape) for x in (q, k, v))))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layout", "ring"),
+    [((0, 1, 0, 1), "contiguous", 2), ((0, 1, 1, 0), "zigzag", 2), ((0, 1, 2, 2, 1, 0, 3, 3), "zigzag", 4)],
+)
+def test_ids_may_return_in_any_order(blocks: tuple[int, ...], layout: str, ring: int) -> None:
+    ids = to_layout(np.repeat(np.int32([blocks] * B), S // len(blocks), 1), layout, ring)
+    run(attention(ring, "mesh", {"q_segment_ids": jnp.asarray(ids), "causal": True, "layout": layout}), "jit")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_right_programs_raise_nothing(seed: int) -> None:
+    """`right_programs.py` draws them, and runs more as a script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Program(seed).run()
+
+
+@pytest.mark.parametrize("form", ["mesh", "shard_map"])
+def test_an_expand_that_mixes_tokens_is_found(form: str) -> None:
+    def attend(expand: Any) -> Any:
+        call = functools.partial(ring_attention, expand=expand, axis_name="sp")
+        if form == "mesh":
+            return jax.jit(functools.partial(call, mesh=mesh_of(sp=4)))(Q, K)
+        return in_shard_map(call, (P(None, "sp"),) * 2, "jit", sp=4)(Q, K)
+
+    jax.block_until_ready(attend(lambda x, _: (x, 2 * x)))
+    with raises("expand: mixes tokens: half of them alone do not give what they give among the others. Compute each"):
+        jax.block_until_ready(attend(lambda x, _: (x, jnp.cumsum(x, 1))))
 
 
 @pytest.mark.parametrize("mode", ["eager", "jit"])

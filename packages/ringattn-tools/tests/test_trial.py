@@ -53,7 +53,7 @@ class Seen:
         shapes = {
             field.name: jax.tree.map(lambda x: (x.shape, x.dtype), getattr(block, field.name))
             for field in dataclasses.fields(block)
-            if field.name not in ("rule", "reach") and not isinstance(getattr(block, field.name), bool)
+            if not field.metadata.get("static")
         }
         self.blocks.append((shapes, block.rule, block.reach))
         self.params.append(block.rule.fwd_params)

@@ -16,6 +16,12 @@ from ringattn_conformance.ranks import Placed, Placement, place, run, with_gradi
 
 NEEDS = frozenset({Feature.GRADIENTS})
 ROUNDED = Case("rms", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True)
+IN_ONE_BLOCK: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.3, "lse": True},
+    "group": {"heads": 16, "kv_heads": 1, "sinks": "head"},
+    "soft_cap": {"soft_cap": 3.0, "gain": 3.0, "heads": 3, "kv_heads": 1, "batch": 2},
+}
+"""Options of calls on one device, in which an error of the whole result, or of a sum over heads, shows in the RMS."""
 RMS_GROWTH = 1.1
 RMS_OF_ROUNDING = 1.8
 """The largest RMS error on one device, as a multiple of the RMS error of the exact result in half precision. A kernel
@@ -68,6 +74,35 @@ def test_the_error_of_a_ring_of_eight_in_half_precision_is_that_of_one_device(ri
                 *_beyond(eight, one, RMS_GROWTH * twice, "on 8 devices", "on one"),
             ]
             comparison.fail_if(faults, f"{dtype} ring")
+
+
+@tiers.mark(tiers.CORE, "dropout-float16", "group-bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", IN_ONE_BLOCK)
+def test_the_error_in_half_precision_is_that_of_rounding(ringattn_backend: str, name: str, dtype: str):
+    """The RMS error of each result is that of few roundings: none of its terms is summed in half precision."""
+    case = Case(f"rms-{name}", q_length=256, kv_length=256, head_dim=16, value_dim=16, causal=True, dtype=dtype)
+    placed = place(dataclasses.replace(case, **IN_ONE_BLOCK[name]), Placement(1), ringattn_backend)
+    with owed(ringattn_backend, placed.case.needs | NEEDS) as right:
+        results = run(placed)
+        if right:
+            answer = placed.case.answer
+            got = {name: x for name, x in results.items() if x.dtype == DTYPES[dtype]}
+            rounded = {name: answer.by_name[name].astype(DTYPES[dtype]) for name in got}
+            twice = 2**0.5 if comparison.half_partials else 1.0
+            errors, least = _rms(got, answer), _rms(rounded, answer)
+            faults = _beyond(errors, least, RMS_OF_ROUNDING * twice, "on one device", f"of the exact result in {dtype}")
+            faults = [f"{fault}{_most_wrong(fault.partition(':')[0], got, answer)}" for fault in faults]
+            comparison.fail_if(faults, comparison.told(placed.case, f"on {placed.placement}"), got)
+
+
+def _most_wrong(name: str, got: dict[str, np.ndarray], answer: oracle.Answer) -> str:
+    """The factor that brings a result nearest to the oracle's, and the places of its largest errors."""
+    x, want = got[name].astype(np.float64), answer.by_name[name]
+    factor = float((x * want).sum() / max((x * x).sum(), np.finfo(np.float64).tiny))
+    error = np.abs(x - want)
+    where = comparison.places(name, error >= np.quantile(error, 0.99))
+    return f"; the best factor to the right result is {factor:.5f}; the largest errors are in{where or ' all places'}"
 
 
 def _beyond(errors: dict[str, float], least: dict[str, float], most: float, where: str, of: str) -> list[str]:
@@ -193,11 +228,19 @@ def test_products_of_float32_are_exact_whatever_the_default_precision(ringattn_b
         agrees(placed)
 
 
-def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
-    """With several tiles, grouped heads and a bias, where loop counters become 64-bit but indices stay 32-bit."""
-    case = Case(
-        "wide", q_length=400, kv_length=400, head_dim=8, value_dim=8, heads=4, kv_heads=1, bias="T", causal=True
-    )
+WIDE: dict[str, dict[str, Any]] = {
+    "tiles": {"q_length": 400, "kv_length": 400, "heads": 4, "kv_heads": 1, "bias": "T"},
+    "dropout": {"dropout": 0.3, "slopes": 1.0, "segments": "packed"},
+    "masks": {"window": (11, 3), "ranges": "gaps", "builder": "thirds", "soft_cap": 2.0, "sinks": "each", "lse": True},
+}
+"""Options of calls with numbers of 64 bits: several tiles, grouped heads and a bias, where loop counters become 64-bit
+but indices stay 32-bit; random bits, distances and ids; bounds, bits and sinks."""
+
+
+@tiers.mark(tiers.CORE, "dropout")
+@pytest.mark.parametrize("name", WIDE)
+def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str, name: str):
+    case = declared(ringattn_backend, Case(f"wide-{name}", causal=True, **WIDE[name]))
     with jax.enable_x64(True):
         agrees(place(case, Placement(2), ringattn_backend))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ringattn_core import to_layout
 from ringattn_core.masks import Causal, Chunked, Coordinates, Local
 
@@ -20,7 +21,7 @@ def ring_attention(*, query, key, value, **options: Any):
         return jax.lax.all_gather(x, axis, axis=1, tiled=True) if axis and x is not None else x
 
     ranks, rank = (jax.lax.psum(1, axis), jax.lax.axis_index(axis)) if axis else (1, 0)
-    q_index, kv_index = (to_layout(jnp.arange(ranks * x.shape[1]), options["layout"], ranks, 0) for x in (query, key))
+    q_index, kv_index = (to_layout(np.arange(ranks * x.shape[1]), options["layout"], ranks, 0) for x in (query, key))
     q_index = jax.lax.dynamic_slice_in_dim(q_index, rank * query.shape[1], query.shape[1])
     k, v = (jnp.repeat(all_ranks(x.astype(jnp.float32)), group, axis=2) for x in (key, value))
     s = product("btnh,bsnh->bnts", query.astype(jnp.float32), k) * options["softmax_scale"]

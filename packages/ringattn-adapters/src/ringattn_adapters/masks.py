@@ -32,7 +32,7 @@ class Ring(NamedTuple):
 
     def shard(self, x: Bool[Array, "b S_global"], layout: str) -> Bool[Array, "b S"]:
         """The entries of `x`, over the whole sequence, for the tokens of the call's arrays, in layout order."""
-        ordered = to_layout(x, layout, self.ranks, axis=-1)
+        ordered = to_layout(x, layout, self.ranks, axis=-1, axis_name=())
         if self.rank is None:
             return ordered
         length = x.shape[-1] // self.ranks

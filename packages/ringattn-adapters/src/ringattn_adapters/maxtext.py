@@ -89,7 +89,7 @@ def _around_images(
     layout, ranks = _layout(op), math.prod(op.mesh.shape[name] for name in names)
     natural = from_layout(of_image.astype(bool), layout, ranks)
     spans = MaskInfo.from_spans(jnp.where(natural, 0, -1), window)
-    return jax.tree.map(lambda x: to_layout(x, layout, ranks), spans).kv_range
+    return jax.tree.map(lambda x: to_layout(x, layout, ranks, axis_name=()), spans).kv_range
 
 
 def _layout(op: Any) -> str:

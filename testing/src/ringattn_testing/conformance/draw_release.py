@@ -7,45 +7,18 @@ Of many calls it takes those that bring most new values, options of single queri
 gradients), and pairs of options. An option counts where a kernel that ignores it is caught.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import numpy as np
-from ringattn_conformance import oracle
-from ringattn_conformance.cases import Case, of_entry
-from ringattn_conformance.comparison import allowed
+from ringattn_conformance.cases import of_entry
 from ringattn_conformance.domains import BESIDE, OPTIONS, SIZES, Entry, draw
 
-WITHOUT: dict[str, dict[str, Any]] = {
-    "causal": {"causal": False},
-    "window": {"window": None},
-    "chunk": {"chunk": None},
-    "segments": {"q_segments": None, "kv_segments": None},
-    "positions": {"q_positions": None, "kv_positions": None},
-    "ranges": {"kv_range": None},
-    "soft_cap": {"soft_cap": None},
-    "scale": {"scale": None},
-    "sinks": {"sinks": None},
-    "bias": {"bias": None},
-    "slopes": {"slopes": None},
-    "dropout": {"dropout": 0.0},
-}
-"""By option, the fields of a problem without it."""
+from ringattn_testing.conformance.effects import WITHOUT, matters
 
 Target = tuple[Any, int]
 """Something that a call brings, and its worth."""
-
-
-def matters(case: Case, option: str) -> bool:
-    """Whether a kernel that ignores the option is beyond the tolerance."""
-    problem = case.inputs.problem
-    want = oracle.attend(problem)
-    out = oracle.attend(dataclasses.replace(problem, **WITHOUT[option])).out
-    tolerance = allowed("out", case.dtype, want.out, want.largest, want.uncapped)
-    return float(np.abs(out - want.out).max()) > 5 * tolerance
 
 
 def values(entry: Entry) -> Iterator[tuple[str, Any]]:

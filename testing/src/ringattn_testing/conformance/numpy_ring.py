@@ -69,7 +69,7 @@ class Dense:
         s, _ = self.scores(block)
         lse = self.lse(block, s)
         p = np.exp(s - finite(lse)[..., None])
-        out = per_row(p * self.keep(block, False), self.of_heads(block, block.v))
+        out = per_row(self.operand(block, p * self.keep(block, False)), self.of_heads(block, block.v))
         return (out, lse) if partial is None else self.merged(block, partial, (out, lse))
 
     def backward(self, block: Block, dout: np.ndarray, lse: np.ndarray, delta: np.ndarray, dq: Any) -> Arrays:
@@ -78,18 +78,22 @@ class Dense:
         keep = self.keep(block, True)
         dp = per_pair(dout, self.of_heads(block, block.v))
         ds = self.derivatives(block, p * (keep * dp - delta[..., None]))
-        dz = block.scale * ds * slope
+        dz = self.operand(block, block.scale * ds * slope)
         own = per_row(dz, self.of_heads(block, block.k))
         found = {
             "dq": own if dq is None else self.continued(block, dq, own),
             "dk": self.grouped(block, per_row(np.swapaxes(dz, 2, 3), block.q)),
-            "dv": self.grouped(block, per_row(np.swapaxes(p * keep, 2, 3), dout)),
+            "dv": self.grouped(block, per_row(np.swapaxes(self.operand(block, p * keep), 2, 3), dout)),
         }
         if block.bias is not None:
             found["dbias"] = self.of_bias(block, ds)
         if block.slopes is not None:
             found["dslopes"] = self.of_slopes(block, ds)
         return found
+
+    def operand(self, block: Block, x: np.ndarray) -> np.ndarray:
+        """Weights or derivatives of scores, as the next product takes them."""
+        return x
 
     def scores(self, block: Block, backward: bool = False) -> tuple[np.ndarray, Any]:
         """Every score, -inf where masked out, and the derivative of the soft cap."""
@@ -102,6 +106,10 @@ class Dense:
         if block.slopes is not None:
             s = s - block.slopes[:, None, None] * self.distance(block)
         return np.where(self.visible(block), s, -np.inf), slope
+
+    def largest(self, block: Block) -> np.ndarray:
+        """The largest score of each head, -inf where it sees nothing."""
+        return self.scores(block)[0].max((0, 2, 3))
 
     def products(self, block: Block) -> np.ndarray:
         return per_pair(block.q, self.of_heads(block, block.k))
@@ -182,6 +190,13 @@ class OneAfterAnother(Dense):
         for component in range(q.shape[-1]):
             total += np.multiply(q[..., :, None, component], k[..., None, :, component], out=product)
         return total.astype(np.float64)
+
+
+class Fused(OneAfterAnother):
+    """A right kernel that rounds weights and derivatives of scores to half precision before products, as fused do."""
+
+    def operand(self, block: Block, x: np.ndarray) -> np.ndarray:
+        return x.astype(DTYPES[block.case.dtype]).astype(np.float64) if block.half else x
 
 
 def coordinates(block: Block) -> Pair:
@@ -284,6 +299,7 @@ def run(case: Case, placement: Placement, kernel: Dense) -> Arrays:
         got["dbias"] = np.zeros(block.bias.shape)
     if block.slopes is not None:
         got["dslopes"] = np.zeros(block.slopes.shape)
+    largest = np.full(case.heads, -np.inf)
     weight = None
     for rank, mine in enumerate(rows):
         blocks = []
@@ -300,6 +316,7 @@ def run(case: Case, placement: Placement, kernel: Dense) -> Arrays:
         partial: Any = None
         for each in blocks:
             partial = kernel.forward(each, partial)
+            largest = np.maximum(largest, kernel.largest(each)) if case.max_logits else largest
         out, lse = partial
         if sinks is not None:
             more = log_sum_exp(np.broadcast_to(sinks[None, :, None], (*lse.shape, sinks.shape[1])), -1)
@@ -334,9 +351,11 @@ def run(case: Case, placement: Placement, kernel: Dense) -> Arrays:
         got.pop("dbias", None)
     if not case.lse:
         del got["lse"]
+    if case.max_logits:
+        got["max_logits"] = largest
     if case.forward:
-        got = {name: got[name] for name in ("out", "lse") if name in got}
-    dtypes = {"lse": np.float32, "dsinks": np.float32, "dslopes": np.float32}
+        got = {name: got[name] for name in ("out", "lse", "max_logits") if name in got}
+    dtypes = {"max_logits": np.float32, "lse": np.float32, "dsinks": np.float32, "dslopes": np.float32}
     if problem.bias is not None:
         dtypes["dbias"] = problem.bias.dtype
     with np.errstate(over="ignore"):

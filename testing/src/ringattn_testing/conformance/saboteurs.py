@@ -43,8 +43,8 @@ def _point(name: str) -> str:
 
 
 def _mixture(chosen: Callable[[Point], Any]) -> str:
-    """The test of the first mixture of the core tier that is chosen."""
-    every = (one for one in drawn(ENTRIES["mixtures"], frozenset(Feature)) if one.tier == tiers.CORE)
+    """The test of the first call of the design in the core tier that is chosen."""
+    every = (one for one in drawn(ENTRIES["design"], frozenset(Feature)) if one.tier == tiers.CORE)
     return f"{_ORACLE}[{{}}-{next(filter(chosen, every))}]"
 
 
@@ -63,8 +63,8 @@ _SCAN: Final = "test_transforms::test_a_scan_over_layers_is_the_layers_one_by_on
 _WELL_FORMED: Final = "test_protocol::test_what_is_registered_is_well_formed[{}]"
 _INERT: Final = "test_protocol::test_importing_the_descriptor_imports_no_kernel_and_touches_no_device[{}]"
 _PLAIN: Final = _point("causal")
-_ON_ONE_RANK: Final = _mixture(lambda one: one.placement.ring == 1)
-_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.placement.ring > 1)
+_ON_ONE_RANK: Final = _mixture(lambda one: one.case.changes and one.placement.ring == 1)
+_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.placement.ring > 1 and one.case.dtype == "float32")
 _HALF_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.case.dtype != "float32")
 
 SABOTEURS: Final[dict[str, Sabotage]] = {

@@ -74,6 +74,17 @@ def varying(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else ())
 
 
+def shared(x: Array, axis: tuple[str, ...]) -> Array:
+    """An array that all ranks along the axes have; they add up its gradient in float32, as far as JAX tracks it.
+
+    XLA for CPUs aborts on a sum in bfloat16 where other mesh axes are automatic (benchmarks/upstream/bfloat16_sum.py).
+    """
+    missing = tuple(sorted((tracked() & {*axis}) - varying(x)))
+    if not missing or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.lax.pcast(x.astype(jnp.float32), missing, to="varying").astype(x.dtype)
+
+
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
     """This rank's number along the product of the axes; the first name varies slowest."""
     return jax.lax.axis_index(axis) if axis else 0

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,23 +116,10 @@ def over_shards(
 ) -> Any:
     """`work(*options, *arrays)` on each rank's shards, over the mesh axes that the first spec names.
 
-    Its results are split like the first array. `work` and `options` are hashable: equal calls compile once. Ranks add
-    up the gradient of an array that they share in float32.
+    Its results are split like the first array. `work` and `options` are hashable: equal calls compile once.
     """
     manual = {name for entry in specs[0] for name in axes.names(entry)} - axes.manual()
-    dtypes = [x.dtype for x in arrays]
-
-    def local(*wide: jax.Array) -> Any:
-        # The sum over ranks is the transpose of `pcast`, so the conversion comes after it.
-        missing = [tuple(sorted(manual - axes.varying(x))) for x in wide]
-        varying = [jax.lax.pcast(x, over, to="varying") if over else x for x, over in zip(wide, missing, strict=True)]
-        return work(*options, *(x.astype(dtype) for x, dtype in zip(varying, dtypes, strict=True)))
-
-    # XLA for CPUs aborts on a sum in bfloat16 where some axes are automatic (benchmarks/upstream/bfloat16_sum.py).
-    shared = [bool(manual - {name for entry in spec for name in axes.names(entry)}) for spec in specs]
-    floating = [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
-    wide = [x.astype(jnp.float32) if a and b else x for x, a, b in zip(arrays, shared, floating, strict=True)]
     # JAX cannot shard residuals of a `shard_map` inside another one (benchmarks/upstream/nested_shard_map.py). A
     # checkpoint makes the arguments the residuals.
-    over = jax.shard_map(jax.checkpoint(local), mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)
-    return over(*wide)
+    local = jax.checkpoint(functools.partial(work, *options))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=manual)(*arrays)

@@ -213,24 +213,30 @@ class _Ring(NamedTuple):
         `work` and `options` are hashable. The ring splits axis 1 of the arrays for which `split` is true. The other
         axes of all arrays are split as those of the first, as far as JAX says how it is split.
         """
-        lead = arrays[0]
-        known, mesh = sharding_of(lead), self.mesh
-        if not isinstance(known, NamedSharding) or (mesh and known.mesh.abstract_mesh != mesh.abstract_mesh):
-            known = None
-        spec = (*(known.spec if known else ()), *[None] * lead.ndim)[: lead.ndim]
+        known, mesh = sharding_of(arrays[0]), self.mesh
+        same = isinstance(known, NamedSharding)
+        same = same and (mesh is None or known.mesh.abstract_mesh == mesh.abstract_mesh)
+        spec = (*(known.spec if same else ()), *[None] * arrays[0].ndim)[: arrays[0].ndim]
         rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
-        mesh = known.mesh if mesh is None and known is not None else mesh
-        specs = tuple(
-            P(*(rows, self.names if tokens and self.mesh else None, *others)[: x.ndim])
-            for x, tokens in zip(arrays, split, strict=True)
-        )
-        if mesh is not None:
+        tokens = None if mesh is None else self.names
+        specs = [P(*(rows, tokens if x else None, *others)[: y.ndim]) for x, y in zip(split, arrays, strict=True)]
+        if mesh is not None or same:
             # JAX does not say how automatic axes split a traced array: XLA decides.
-            places = [over_explicit if isinstance(x, jax.core.Tracer) or not self.mesh else placed for x in arrays]
-            arrays = [place(x, mesh, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
-        if self.mesh is None or not any(specs[0]):
-            return work(self, *options, *arrays)
-        return over_shards(work, (self, *options), self.mesh, specs, *arrays)
+            places = [over_explicit if mesh is None or isinstance(x, jax.core.Tracer) else placed for x in arrays]
+            where = known.mesh if mesh is None else mesh
+            arrays = [place(x, where, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
+        of_rank = (self, work, options, split)
+        if mesh is None or not any(specs[0]):
+            return _of_rank(*of_rank, *arrays)
+        return over_shards(_of_rank, of_rank, mesh, tuple(specs), *arrays)
+
+
+def _of_rank(
+    ring: _Ring, work: Callable[..., Any], options: tuple[Any, ...], split: tuple[bool, ...], *arrays: jax.Array
+) -> Any:
+    """`work` on the arrays of one rank; those that are not `split` are the same on all ranks of the ring."""
+    local = (x if tokens else axes.shared(x, ring.names) for x, tokens in zip(arrays, split, strict=True))
+    return work(ring, *options, *local)
 
 
 def _moved(x: Any, ids: Any, ring: tuple[Any, AxisName, str], places: tuple[int, ...], fill: Any, argument: str) -> Any:
@@ -255,7 +261,8 @@ def _filling(fill: Any, dtype: Any) -> Any:
     """`fill` as a Python number; raises unless an array of this dtype can hold it, rounded if it has fractions."""
     fill = static("fill", fill)
     try:
-        held = np.asarray(fill).astype(dtype) if isinstance(fill, numbers.Number) else None
+        with np.errstate(over="ignore"):
+            held = np.asarray(fill).astype(dtype) if isinstance(fill, numbers.Number) else None
     except OverflowError:
         held = None
     inexact = jnp.issubdtype(dtype, jnp.inexact)
