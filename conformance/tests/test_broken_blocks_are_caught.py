@@ -11,14 +11,16 @@ from ringattn_conformance.lattice import drawn, points
 from ringattn_conformance.ranks import Placement
 from ringattn_core import Feature
 from ringattn_testing.conformance.breaks import Break
-from ringattn_testing.conformance.broken_masks import GIVEN, IDS, POSITIONS, RANGES, WINDOWS
+from ringattn_testing.conformance.broken_masks import CHOSEN, GIVEN, IDS, POSITIONS, RANGES, WINDOWS
 from ringattn_testing.conformance.broken_numbers import DROPOUT, RESULTS, SCORES
 from ringattn_testing.conformance.broken_sizes import SIZES
 from ringattn_testing.conformance.broken_tiles import TILES
 from ringattn_testing.conformance.catching import catches, size
 from ringattn_testing.conformance.numpy_ring import Dense, Fused
 
-BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | RANGES | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
+BREAKS: dict[str, Break] = (
+    WINDOWS | POSITIONS | IDS | RANGES | CHOSEN | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
+)
 
 
 @functools.cache

@@ -48,6 +48,9 @@ def test_equal_scores_average_the_values():
         ({"kv_range": (np.array([[1, 1]]), np.array([[1, 0]]))}, [2, 0]),
         ({"kv_range": (np.array([[[0, 2]]]), 2), "causal": True}, [1, 0]),
         ({"kv_range": (-4, np.array([-3, 9])), "kv_positions": np.array([-4, -3, 9])}, [1.5, 7 / 3]),
+        ({"selected": np.array([0, 2, 2, -1]).reshape(1, 2, 1, 2)}, [2.5, 4]),
+        ({"selected": np.array([1, -1]).reshape(1, 2, 1, 1), "selected_size": 2}, [4, 0]),
+        ({"selected": np.array([5, 0]).reshape(1, 2, 1, 1), "causal": True, "selected_size": 2}, [0, 1.5]),
         ({"q_segments": np.array([[0, -1]]), "kv_segments": np.array([[0, -1, 0]])}, [2.5, 0]),
         *(
             ({"bias": np.array([[[[0, 0, low], [low] * 3]]])}, [1.5, 0])

@@ -277,11 +277,14 @@ def load(name: str) -> Any:
     return frozen(json.loads(Path(__file__).with_name(name).read_text()))
 
 
-ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = load("cases.json")
+_CHOSEN: Final = load("chosen_keys.json")
+ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
+    kind: (*entries, *_CHOSEN.get(kind, ())) for kind, entries in load("cases.json").items()
+}
 """`named` has every option alone, edge cases and combinations; `elsewhere` has cases that single tests ask for;
 `design` has calls with many options at once, in which all levels of `factors.json` meet; `values` has calls drawn from
-`domains.json`; `cache` has calls of decoding and prefill. An entry has fields of `Case` and of `lattice.Point`; `why`
-is for readers.
+`domains.json`; `cache` has calls of decoding and prefill. `chosen_keys.json` adds to `named` and `design`. An entry has
+fields of `Case` and of `lattice.Point`; `why` is for readers.
 """
 
 

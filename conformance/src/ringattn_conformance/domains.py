@@ -22,7 +22,7 @@ OPTIONS: Final[dict[str, tuple[Any, ...]]] = _TABLE["options"]
 BESIDE: Final[dict[str, dict[str, tuple[Any, ...]]]] = _TABLE["beside"]
 """For an option: the further options that are drawn whenever a call has it, with their values."""
 NARROW: Final = (0, 1, (0, 1), (0, None), (None, 0))
-MASKS: Final = ("window", "chunk", "segments", "positions", "ranges", "builder", "dense_mask")
+MASKS: Final = ("window", "chunk", "segments", "positions", "ranges", "selected", "builder", "dense_mask")
 MOST_MASKS: Final = 2
 MASKS_OF_HEADS: Final = {"of-heads": 7, "thirds": 3}
 """How many different masks a builder makes for different heads."""
@@ -133,6 +133,7 @@ def _with_effect(entry: Entry) -> Entry:
     if entry.get("positions") == "extreme" or max(entry["q_length"], entry["kv_length"]) > 5000:
         entry.pop("slopes", None)  # over such distances few keys keep any weight
     few = entry["kv_length"] < 4 or entry.get("chunk", 9) < 9 or entry.get("window") in NARROW
+    few = few or entry.get("selected_size", 9) < 9
     overflowing = entry["dtype"] == "float16" and entry.get("gain", 1.0) > 50
     scores = entry["batch"] * entry["heads"] * entry["q_length"] * entry["kv_length"]
     if scores > SCORES_WITH_GRADIENTS or overflowing or (few and (half or entry["q_length"] > 2000)):

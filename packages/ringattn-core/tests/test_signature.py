@@ -33,7 +33,7 @@ def arrays() -> list[jax.Array]:
     return query_key_value(1, 8, 2, 2, 4)
 
 
-OF_CORE = {"strategy", "max_distance", "balance", "return_max_logits", "kv_range"}
+OF_CORE = {"strategy", "max_distance", "balance", "return_max_logits", "kv_range", "selected", "selected_size"}
 """The options of one shard that a backend's own ring function does not get."""
 SHARD = list(inspect.signature(RingKernel.__call__).parameters.values())[1:]
 

@@ -12,11 +12,11 @@ import ringattn_xla.block
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_testing.triton.compile_reports import launches
 from ringattn_testing.triton.given_blocks import chosen, make_block
+from ringattn_testing.triton.one_pass import HALF, prepared
 from ringattn_triton import grouped_rows
 from ringattn_triton.block_kernel import _backward, _forward
 from ringattn_triton.hopper import turn_order
 from ringattn_triton.launch.target import Target, target
-from test_one_pass import HALF, prepared
 
 HOPPER = Target("cuda", 90)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}

@@ -12,7 +12,6 @@ from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract import packing
-from ringattn_core.contract.bits import WORD
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import merged
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
@@ -42,7 +41,7 @@ def _kernel(backend: str) -> BlockKernel | None:
 
 
 def _blocks(case: Case) -> list[Block]:
-    """A block of each half of the keys, with all queries, made by core's ring engine. Bits are cut between words."""
+    """A block of each half of the keys, with all queries, made by core's ring engine."""
     options, inputs = static_options(case), case.inputs
     config = options.pop("cfg", RingAttentionConfig())
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
@@ -51,11 +50,13 @@ def _blocks(case: Case) -> list[Block]:
     call = validated(**arrays, **options, ranks=1)
     ring = engine.ring_of(None, call, (0, 1))
     queries = ring_blocks.queries_of(ring, call)
-    whole = ring_blocks.block_of(ring, call, queries, KV(packing.pack(call.key, call.value)), 0)
-    whole = dataclasses.replace(whole, bias_fixed=case.bias_fixed)
-    half = whole.kv_length // SHARDS
-    half = half if whole.bits is None else -(-half // WORD) * WORD
-    return [whole.tile(0, whole.q_length, start, size) for start, size in ((0, half), (half, whole.kv_length - half))]
+    half = call.key.shape[1] // SHARDS
+    kv = [
+        KV(packing.pack(call.key[:, rows], call.value[:, rows]), rows.start)
+        for rows in (slice(0, half), slice(half, None))
+    ]
+    blocks = [ring_blocks.block_of(ring, call, queries, one, 0) for one in kv]
+    return [dataclasses.replace(block, bias_fixed=case.bias_fixed) for block in blocks]
 
 
 def _forward_and_backward(kernel: BlockKernel, blocks: list[Block], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:

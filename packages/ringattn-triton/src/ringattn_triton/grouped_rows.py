@@ -63,17 +63,23 @@ def numbers_of_heads(x: Float32[Array, "B K rows"], group: int) -> Float32[Array
 def partial_of_rows(partial: Partial | None, group: int) -> Partial | None:
     if partial is None:
         return None
-    out, *others = partial.out, partial.lse, partial.max_logits
+    out, largest = partial.out, partial.max_logits
     return Partial(
-        None if out is None else rows(out, group), *(x if x is None else numbers_of_rows(x, group) for x in others)
+        out if out is None else rows(out, group),
+        numbers_of_rows(partial.lse, group),
+        largest if largest is None else numbers_of_rows(largest, group),
     )
 
 
 def partial_of_heads(partial: Partial, group: int) -> Partial:
     """The inverse of `partial_of_rows`."""
     assert partial.out is not None
-    others = partial.lse, partial.max_logits
-    return Partial(heads(partial.out, group), *(x if x is None else numbers_of_heads(x, group) for x in others))
+    largest = partial.max_logits
+    return Partial(
+        heads(partial.out, group),
+        numbers_of_heads(partial.lse, group),
+        largest if largest is None else numbers_of_heads(largest, group),
+    )
 
 
 def gradients_of_heads(gradients: Gradients, group: int) -> Gradients:

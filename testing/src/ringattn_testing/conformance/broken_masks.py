@@ -59,6 +59,23 @@ def of_ids(wrong: Ids, when: Condition = always) -> Dense:
     return wrong_in("same", lambda right, block, q, kv: wrong(q, kv) if when(block) else right(block, q, kv))
 
 
+def of_choice(change: Callable[[Block, Any, Any], tuple[Any, Any]], when: Condition = always) -> Dense:
+    """A kernel that compares other ids, or other indices of keys: `change(block, ids, index)` gives both."""
+    return wrong_in(
+        "choice",
+        lambda right, block, ids, index: right(block, *(change(block, ids, index) if when(block) else (ids, index))),
+    )
+
+
+def with_repeats(right: Any, block: Block, *rest: Any) -> Any:
+    """The scores, larger by the logarithm of how often a query names the block of a key."""
+    s, slope = right(block, *rest)
+    if block.chosen is None:
+        return s, slope
+    count = (block.chosen[..., None, :] == (block.kv_index // block.case.selected_size)[:, None]).sum(-1)
+    return s + np.log(np.maximum(count, 1)), slope
+
+
 def real(q: Any, kv: Any) -> Any:
     return (q >= 0) & (kv >= 0)
 
@@ -386,6 +403,46 @@ RANGES: Final = {
     ),
     "A tile of 16 is skipped if neither its first nor its last query sees it": Break(
         masked("range", without_tiles_between_their_ends)
+    ),
+}
+CHOSEN: Final = {
+    "The ids of chosen blocks are one too large": Break(of_choice(lambda block, ids, index: (ids + 1, index))),
+    "In half precision the ids of chosen blocks are one too small": Break(
+        of_choice(lambda block, ids, index: (ids - 1, index), half)
+    ),
+    "Ids count the keys of the shard": Break(of_choice(lambda block, ids, index: (ids, index - index.min()))),
+    "Ids count the keys of the shard of the queries": Break(
+        of_choice(lambda block, ids, index: (ids, index - block.q_index.min()))
+    ),
+    "All heads have the ids of the first": Break(of_choice(lambda block, ids, index: (ids[:, :1], index))),
+    "Heads have the ids of the next group": Break(
+        of_choice(lambda block, ids, index: (np.roll(ids, block.group, 1), index))
+    ),
+    "All heads of a group have the ids of its first": Break(
+        of_choice(lambda block, ids, index: (ids[:, np.arange(ids.shape[1]) // block.group * block.group], index))
+    ),
+    "All rows of the batch have the ids of the first": Break(of_choice(lambda block, ids, index: (ids[:1], index))),
+    "A query that chooses nothing sees every key": Break(
+        masked("chosen", lambda block, right: right | (block.chosen < 0).all(-1)[..., None])
+    ),
+    "The id -1 is the last block": Break(
+        of_choice(
+            lambda block, ids, index: (
+                np.where(ids < 0, block.case.kv_length // block.case.selected_size - 1, ids),
+                index,
+            )
+        )
+    ),
+    "The last id of each query is ignored": Break(of_choice(lambda block, ids, index: (ids[..., :-1], index))),
+    "An id counts as often as it is repeated": Break(wrong_in("scores", with_repeats)),
+    "The backward pass loses every fourth block": Break(
+        changed(has("chosen"), ("backward",), chosen=lambda block: np.where(block.chosen % 4 == 3, -1, block.chosen))
+    ),
+    "With `causal` the choice is ignored": Break(lost("chosen", has("causal"))),
+    "With a choice `causal` is ignored": Break(lost("causal", has("chosen"))),
+    "A key passes if the choice or the dense mask allows it": Break(either("chosen", "mask")),
+    "Blocks of 64 keys or more are ignored": Break(
+        lost("chosen", lambda block: block.chosen is not None and block.case.selected_size >= 64)
     ),
 }
 GIVEN: Final = {

@@ -37,6 +37,8 @@ class Block:
     kept: np.ndarray | None
     first: np.ndarray | None
     last: np.ndarray | None
+    chosen: np.ndarray | None
+    """The ids that each head's query has chosen, `[B, N, T, n]`."""
     causal: bool
     window: tuple[int | None, int | None] | None
     chunk: int | None
@@ -128,10 +130,16 @@ class Dense:
             found["ids"] = self.same(block, block.q_ids[:, None, :, None], block.kv_ids[:, None, None, :])
         if block.first is not None and block.last is not None:
             found["range"] = within(at, block.first, block.last)
+        if block.chosen is not None:
+            found["chosen"] = self.choice(block, block.chosen, block.kv_index)
         for name in ("mask", "built"):
             if (given := getattr(block, name)) is not None:
                 found[name] = given
         return found
+
+    def choice(self, block: Block, ids: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Whether the block of each key, by its index, is among the ids."""
+        return (ids[..., None, :] == (index // block.case.selected_size)[:, None]).any(-1)
 
     def same(self, block: Block, ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
         return (ids == kv_ids) & (ids >= 0) & (kv_ids >= 0)
@@ -235,8 +243,15 @@ def bounds(given: Any, queries: int) -> np.ndarray:
     return np.broadcast_to(x, (*x.shape[:2], queries, 1))
 
 
+def by_head(problem: oracle.Problem) -> np.ndarray:
+    """The ids of each head, `[B, N, T, n]`."""
+    heads = problem.q.shape[2]
+    return np.moveaxis(np.repeat(problem.selected, heads // problem.selected.shape[2], 2), 2, 1)
+
+
 BY_ROW: Final = {
-    "q": 1, "q_positions": 1, "q_ids": 1, "first": 2, "last": 2, "bias": 2, "mask": 2, "built": 2, "kept": 2,
+    "q": 1, "q_positions": 1, "q_ids": 1, "first": 2, "last": 2, "chosen": 2, "bias": 2, "mask": 2, "built": 2,
+    "kept": 2,
 }  # fmt: skip
 BY_KEY: Final = {"k": 1, "v": 1, "kv_positions": 1, "kv_ids": 1, "bias": 3, "mask": 3, "built": 3, "kept": 3}
 
@@ -257,6 +272,7 @@ def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
         None if case.masks_of_heads is None else case.masks_of_heads.dense(problem),
         oracle.kept(problem) if case.dropout else None,
         *(None if x is None else bounds(x, case.q_length) for x in problem.kv_range or (None, None)),
+        None if problem.selected is None else by_head(problem),
         case.causal, window, case.chunk, case.soft_cap,
         case.head_dim**-0.5 if case.scale is None else case.scale,
         1 - oracle.keep_probability(problem), placement,

@@ -21,9 +21,7 @@ def bits_of(call: Call, shards: Shards, owner: Any, length: int, kv: KV) -> Bits
     if call.selected is None or call.selected_size is None:
         return None
     size, ids = call.selected_size, jnp.swapaxes(call.selected, 1, 2)
-    if (
-        shards.count > 1
-    ):  # a run of consecutive keys of a shard is a multiple of `size`: blocks are sharded as tokens are
+    if shards.count > 1:  # `size` divides each run of keys of a shard, so blocks are sharded as tokens are
         place, following = (shards.before(x, owner, length // size) for x in (ids, ids + 1))
         ids = jnp.where(following > place, place, -1)
     first, end = kv.start // size, -(-(kv.start + kv.length) // size)

@@ -114,9 +114,8 @@ def _group(block: Block) -> int:
 def _chunks(block: Block) -> int:
     """The number of chunks that this rank's cache is cut into, so that a kernel occupies the whole device."""
     most = min(block.kv_length // SHORTEST_CHUNK, MOST_CHUNKS // (block.q.shape[0] * block.kv_heads))
-    return next(
-        count for count in range(max(most, 1), 0, -1) if block.kv_length % (count * block.grain) == 0 or count == 1
-    )
+    counts = range(max(most, 1), 1, -1)
+    return next((count for count in counts if block.kv_length % (count * block.grain) == 0), 1)
 
 
 def _chunked(block: Block, count: int) -> Block:

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ringattn_core.contract.bits import WORD
 from ringattn_core.contract.visibility import with_forbidden
 from ringattn_core.masks import all_of
 
 from ..block_sizes import LANES
 from ..kernel_inputs import LOG2_E, Settings
 from ..launch import Step
-from ..mask_bits import WORD, bits
+from ..mask_bits import bits
 
 
 def to_column(row: jax.Array) -> jax.Array:
