@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the covering design: `python -m ringattn_testing.conformance.draw_design SEED` prints entries for `design` of `cases.json`.
+"""Computes the covering design: prints entries for `design` of `cases.json`.
+
+    python -m ringattn_testing.conformance.draw_design SEED
 
 The core tier gets calls until every option meets every class of a size, the full tier more until every two levels of
 two factors have met. Each call is the best of some that are drawn at random around a pair that has not met: it brings
