@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..errors import InputError, MeshError
 from . import axes
-from .mesh import explicit_spec, ranks_of
+from .mesh import explicit_spec, ranks_of, sharding_of
 from .platforms import refuse_different_devices
 
 AXIS_NAMES: Final = ("axis_name", "batch_axis_name", "head_axis_name")
@@ -105,7 +105,7 @@ def _mesh_of(given: Any, named: list[str], arrays: list[jax.Array]) -> Any:
         return None
     for x in arrays:
         if any(explicit_spec(x)):
-            return jax.typeof(x).sharding.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
+            return sharding_of(x).mesh
     return context if {*named} & {*context.axis_names} else None
 
 

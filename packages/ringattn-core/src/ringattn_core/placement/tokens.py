@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What layers beside attention need of a ring: tokens of neighbours, entries of a cache, a batch in layout order."""
 
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -214,29 +215,20 @@ class _Ring(NamedTuple):
         axes of all arrays are split as those of the first, as far as JAX says how it is split.
         """
         known, mesh = sharding_of(arrays[0]), self.mesh
-        same = isinstance(known, NamedSharding)
-        same = same and (mesh is None or known.mesh.abstract_mesh == mesh.abstract_mesh)
-        spec = (*(known.spec if same else ()), *[None] * arrays[0].ndim)[: arrays[0].ndim]
+        if not isinstance(known, NamedSharding) or (mesh and known.mesh.abstract_mesh != mesh.abstract_mesh):
+            known = NamedSharding(mesh, P()) if mesh else None
+        spec = (*(known.spec if known else ()), *[None] * arrays[0].ndim)[: arrays[0].ndim]
         rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
-        tokens = None if mesh is None else self.names
-        specs = [P(*(rows, tokens if x else None, *others)[: y.ndim]) for x, y in zip(split, arrays, strict=True)]
-        if mesh is not None or same:
+        tokens = self.names if mesh else None
+        specs = tuple(P(*(rows, tokens if x else None, *others)[: y.ndim]) for x, y in zip(split, arrays, strict=True))
+        if known:
             # JAX does not say how automatic axes split a traced array: XLA decides.
-            places = [over_explicit if mesh is None or isinstance(x, jax.core.Tracer) else placed for x in arrays]
-            where = known.mesh if mesh is None else mesh
-            arrays = [place(x, where, spec) for place, x, spec in zip(places, arrays, specs, strict=True)]
-        of_rank = (self, work, options, split)
+            places = [placed if mesh and not isinstance(x, jax.core.Tracer) else over_explicit for x in arrays]
+            where = mesh or known.mesh
+            arrays = tuple(place(x, where, spec) for place, x, spec in zip(places, arrays, specs, strict=True))
         if mesh is None or not any(specs[0]):
-            return _of_rank(*of_rank, *arrays)
-        return over_shards(_of_rank, of_rank, mesh, tuple(specs), *arrays)
-
-
-def _of_rank(
-    ring: _Ring, work: Callable[..., Any], options: tuple[Any, ...], split: tuple[bool, ...], *arrays: jax.Array
-) -> Any:
-    """`work` on the arrays of one rank; those that are not `split` are the same on all ranks of the ring."""
-    local = (x if tokens else axes.shared(x, ring.names) for x, tokens in zip(arrays, split, strict=True))
-    return work(ring, *options, *local)
+            return work(self, *options, *arrays)
+        return over_shards(work, (self, *options), mesh, specs, *arrays)
 
 
 def _moved(x: Any, ids: Any, ring: tuple[Any, AxisName, str], places: tuple[int, ...], fill: Any, argument: str) -> Any:
@@ -258,15 +250,14 @@ def _moved(x: Any, ids: Any, ring: tuple[Any, AxisName, str], places: tuple[int,
 
 
 def _filling(fill: Any, dtype: Any) -> Any:
-    """`fill` as a Python number; raises unless an array of this dtype can hold it, rounded if it has fractions."""
-    fill = static("fill", fill)
-    try:
-        with np.errstate(over="ignore"):
-            held = np.asarray(fill).astype(dtype) if isinstance(fill, numbers.Number) else None
-    except OverflowError:
-        held = None
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    if held is None or (np.isinf(held) != np.isinf(fill) if inexact else held != fill):
+    """`fill` as a Python number; raises unless an array of this dtype can hold it. It may round fractions."""
+    fill, fits = static("fill", fill), False
+    if isinstance(fill, numbers.Real) and jnp.issubdtype(dtype, jnp.inexact):
+        fits = not math.isfinite(fill) or abs(fill) <= float(jnp.finfo(dtype).max)
+    elif isinstance(fill, numbers.Real):
+        least, most = (0, 1) if dtype == jnp.bool_ else (int(x) for x in (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max))
+        fits = least <= fill <= most and fill == int(fill)
+    if not fits:
         raise InputError("fill", f"got {fill!r}", f"Pass a number that an array of {dtype} can hold")
     return fill
 
@@ -321,5 +312,5 @@ def _write(ring: _Ring, held: jax.Array, x: jax.Array, at: jax.Array) -> jax.Arr
     length = held.shape[1]
     rank, slot = Shards(ring.layout, ring.ranks).place_of(at, length)
     own = (rank == axes.coordinate(ring.names)) & (at >= 0) & (at < ring.ranks * length)
-    slots = jnp.where(own, slot, length)  # beyond the shard: dropped
+    slots, x = jnp.where(own, slot, length), axes.shared(x, ring.names)  # beyond the shard: dropped
     return jax.vmap(lambda row, new, slot: row.at[slot].set(new, mode="drop"))(held, x.astype(held.dtype), slots)
