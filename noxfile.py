@@ -161,14 +161,16 @@ def exhaustive(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def hosts(session: nox.Session) -> None:
-    """The adapters beside the released libraries, the ring of FlashAttention-4, and bugs of JAX that we work round."""
+    """The adapters beside the released libraries, rings of other kernels, and bugs of JAX that we work round."""
     session.install(*group("hosts"), *EVERYWHERE)
     # Whole, these bring a training stack each; only the files that the tests read are needed.
-    session.install("--no-deps", *group("hosts-in-part"), "./examples/third-party-triton", "./examples/third-party-fa4")
+    examples = [f"./examples/third-party-{name}" for name in ("triton", "fa4", "tokamax")]
+    session.install("--no-deps", *group("hosts-in-part"), *examples)
     session.run("pytest", "packages/ringattn-adapters/tests/test_released_hosts.py", env=hurried(session))
     session.run("pytest", "examples/third-party-triton/tests", env=CPU)
     for target in ("sm_90a", "sm_100a"):
         session.run("pytest", "-Wignore", "examples/third-party-fa4/tests", env=CPU | {"CUTE_DSL_ARCH": target})
+        session.run("pytest", "-Wignore", "examples/third-party-tokamax/tests", "-k", target, env=CPU)
     session.install(str(ROOT / "conformance"))
     certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", "2")
     session.run(*certify, env=hurried(session, *NO_OPTIMISER))

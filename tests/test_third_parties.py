@@ -5,8 +5,10 @@
 """
 
 import dataclasses
+import functools
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,13 +27,14 @@ from ringattn_core.errors import BackendUnavailableError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BLOCK, RING = EXAMPLES / "third-party-backend", EXAMPLES / "third-party-ring"
-FLASH3, FA4, TRITON = (EXAMPLES / f"third-party-{name}" for name in ("flash3", "fa4", "triton"))
+FLASH3, FA4, TRITON, TOKAMAX = (EXAMPLES / f"third-party-{name}" for name in ("flash3", "fa4", "triton", "tokamax"))
 KERNELS = {
     BLOCK: "ringattn_example.block",
     RING: "ringattn_example_ring.gather",
     FLASH3: "ringattn_example_flash3.kernel",
     FA4: "ringattn_example_fa4.kernel",
     TRITON: "ringattn_example_triton.kernel",
+    TOKAMAX: "ringattn_example_tokamax.kernel",
 }
 
 
@@ -80,15 +83,18 @@ def flash3(target: str, results: Any) -> Any:
     return call
 
 
-def agrees_with_the_xla_backend(folder: Path, layout: str, tokens: int = 6) -> None:
-    """Compares a ring of four ranks, its log-sum-exp if it declares that, and gradients with one of the xla backend."""
+def agrees_with_the_xla_backend(folder: Path, layout: str, tokens: int = 6, **mask: Any) -> None:
+    """Compares a ring of four ranks, its log-sum-exp if it declares that, and gradients with one of the xla backend.
+
+    `mask` are options of the call; by default it is causal.
+    """
     draw = np.random.default_rng(0)
     operands = [jnp.asarray(draw.standard_normal((4, 2, tokens, heads, 12)), jnp.float16) for heads in (4, 2, 2)]
     sinks, with_lse = draw.standard_normal(4, np.float32), descriptor(folder).supports(Feature.RETURN_LSE)
 
     def gradients(backend: str) -> Any:
         def loss(query: Any, key: Any, value: Any, sinks: Any) -> jax.Array:
-            options = {"causal": True, "axis_name": "sp", "layout": layout, "return_lse": with_lse}
+            options = {"axis_name": "sp", "layout": layout, "return_lse": with_lse, **(mask or {"causal": True})}
             results = ring_attention(query, key, value, sinks, backend=backend, **options)
             return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(results))
 
@@ -134,7 +140,92 @@ def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(mo
     agrees_with_the_xla_backend(TRITON, "striped", tokens=20)
 
 
-@pytest.mark.parametrize(("folder", "wheel"), [(FLASH3, "dew-flash-attn-cu13"), (FA4, "'fa4-jax")])
+class Tokamax:
+    """What tokamax's two kernels compute of one batch row, in plain JAX, and the lengths that they are called with."""
+
+    Config = dict
+
+    @staticmethod
+    def scores(q: Any, k: Any, ends: Any, scale: float, causal: bool) -> Any:
+        assert len(q) % 128 == len(k) % 128 == 0
+        assert scale > 0
+        s = jnp.einsum("tnh,snh->nts", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1), preferred_element_type="float32")
+        first, last = (jnp.asarray(x)[..., None] for x in ends) if not causal else (0, jnp.arange(len(q))[:, None] + 1)
+        return jnp.where((jnp.arange(len(k)) >= first) & (jnp.arange(len(k)) < last), s * scale, -jnp.inf)
+
+    @classmethod
+    def flash_attention_kernel(
+        cls, q: Any, k: Any, v: Any, bias: None, mask: None, *ends: Any, is_causal: bool, logits_scale: float, **_: Any
+    ) -> Any:
+        s, v = cls.scores(q, k, ends, logits_scale, is_causal), jnp.repeat(v, q.shape[1] // v.shape[1], 1)
+        m = s.max(-1)
+        p = jnp.exp(s - m[..., None])
+        total = p.sum(-1)
+        out = jnp.einsum("nts,snh->tnh", p / total[..., None], v.astype(jnp.float32))
+        return out.astype(q.dtype), (m, total)
+
+    @classmethod
+    def flash_attention_vjp_kernel(
+        cls, q: Any, k: Any, v: Any, residuals: Any, out: Any, dout: Any, bias: None, mask: None, *ends: Any,
+        is_causal: bool, logits_scale: float, **_: Any,
+    ) -> Any:  # fmt: skip
+        group, (m, total) = q.shape[1] // k.shape[1], residuals
+        p = jnp.exp(cls.scores(q, k, ends, logits_scale, is_causal) - m[..., None]) / total[..., None]
+        delta = jnp.einsum("tnh,tnh->nt", out, dout, preferred_element_type=jnp.float32)
+        q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, dout))
+        ds = p * (jnp.einsum("tnh,snh->nts", do, jnp.repeat(v, group, 1)) - delta[..., None]) * logits_scale
+        dq = jnp.einsum("nts,snh->tnh", ds, jnp.repeat(k, group, 1))
+        dk, dv = jnp.einsum("nts,tnh->snh", ds, q), jnp.einsum("nts,tnh->snh", p, do)
+        dk, dv = (x.reshape(len(k), -1, group, x.shape[-1]).sum(2) for x in (dk, dv))
+        return *(x.astype(dout.dtype) for x in (dq, dk, dv)), None
+
+
+@pytest.fixture
+def tokamax(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel module of the example, over `Tokamax` in place of tokamax."""
+    monkeypatch.syspath_prepend(TOKAMAX / "src")
+    kernel = importlib.import_module(KERNELS[TOKAMAX])
+    monkeypatch.setattr(kernel, "of_tokamax", lambda name: Tokamax)
+    monkeypatch.setattr(kernel, "architecture", lambda: 90)
+    return kernel
+
+
+IDS = np.array([[0, 0, 4, 4, 1, -1]] * 2, np.int32)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{}, {"causal": True, "sliding_window": 9}, {"causal": True, "q_segment_ids": IDS, "softmax_scale": -0.3}],
+    ids=["causal", "window", "documents"],
+)
+def test_a_ring_of_tokamax_agrees_with_one_of_the_xla_backend(tokamax: Any, mask: dict[str, Any]):
+    """The lengths are no multiple of a tile, and the cotangent of the log-sum-exp reaches the gradients."""
+    agrees_with_the_xla_backend(TOKAMAX, "zigzag" if mask == {} else "contiguous", **mask)
+
+
+def test_tokamax_s_sum_of_dout_and_out_is_delta_where_dout_is_zero_too(tokamax: Any):
+    dout = jnp.asarray([[2.0, -3.0], [0.0, 0.0], [0.0, 0.0], [1e-7, 0.0]], jnp.float16).reshape(1, 4, 1, 2)
+    delta = jnp.asarray([0.7, 0.3, 0.0, 1.5]).reshape(1, 4, 1, 1)
+    cotangent, out = tokamax.cotangent_and_output_of(dout, delta)
+    assert np.allclose((cotangent.astype(jnp.float32) * out).sum(-1), delta[..., 0], atol=1e-6)
+    assert np.abs(np.float32(cotangent) - np.float32(dout)).max() <= 2.0**-24
+
+
+def test_a_window_of_1024_in_a_ring_of_tokamax_sends_1024_rows(tokamax: Any):
+    """Traced only: each rank has 4,096 tokens."""
+    x = jax.ShapeDtypeStruct((1, 4 * 4096, 2, 64), jnp.bfloat16)
+    mesh, split = jax.sharding.AbstractMesh((4,), ("sp",)), jax.sharding.PartitionSpec(None, "sp")
+    here = dataclasses.replace(descriptor(TOKAMAX), platforms=("cpu",), probe=None)
+    options = {"causal": True, "sliding_window": 1023, "axis_name": "sp"}
+    with registered(here):
+        call = functools.partial(ring_attention, backend=here.name, **options)
+        program = jax.make_jaxpr(jax.shard_map(call, mesh=mesh, in_specs=(split,) * 3, out_specs=split))(x, x, x)
+    assert re.findall(r":u16\[2,1,(\d+),2,64\]\S* = ppermute", str(program)) == ["1024"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "wheel"), [(FLASH3, "dew-flash-attn-cu13"), (FA4, "'fa4-jax"), (TOKAMAX, "'tokamax")]
+)
 def test_an_attention_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     folder: Path, wheel: str, monkeypatch: pytest.MonkeyPatch
 ):
