@@ -2,7 +2,9 @@
 """Promises on what kernels are told of visibility: all that is visible is visited, and masked where it must be."""
 
 import itertools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Local
 from ringattn_testing.triton.given_blocks import make_block, with_option
-from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
+from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, seen, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
 """The forms of a table of tiles, by name: whether it lists tiles, and whether it has a run of tiles."""
@@ -98,6 +100,29 @@ def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -
     block = make_block(1, 64, 64, causal=True)
     found = table(block, 16, 16)
     assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"causal": True}, {"causal": True, "sliding_window": (20, 0)}, {"sliding_window": (9, 30)},
+        {"causal": True, "chunk_size": 30}, {"causal": True, "offset": 40}, {"sliding_window": (None, -20)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_positions_that_increase_need_no_bitmap(fields: dict[str, Any], by_keys: bool) -> None:
+    """The kernel finds in two looks at a tile what the bitmap says, and XLA computes no bitmap."""
+    for queries, keys in ((150, 150), (64, 200), (200, 64)):
+        block = make_block(2, queries, keys, **fields)
+        found = table(block, 16, 32, by_keys=by_keys, ranked=by_keys, heads=1, counters=700)
+        ragged = by_keys and queries % 16 != 0
+        want = of_bitmap(seen(block, 16, 32), False, True, by_keys, ragged, by_keys, 700)
+        assert block.monotone and not found.shape.listed
+        for array, wanted in zip(found[:-1], want[:-1], strict=True):
+            np.testing.assert_array_equal(*(np.zeros(1) if x is None else x for x in (array, wanted)))
+        program = jax.make_jaxpr(lambda block: table(block, 16, 32, by_keys=by_keys)[:-1])(block)
+        assert "i8[" not in str(program)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])

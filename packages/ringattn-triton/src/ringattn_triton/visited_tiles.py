@@ -8,11 +8,11 @@ loop that loads tile numbers.
 """
 
 import dataclasses
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int8, Int32
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles, tiles
 
@@ -29,6 +29,25 @@ ELEMENTS: Final = 512
 RANK_ROWS: Final = 64
 """The most rows of a bitmap that a program reads at a time to compute ranks. Each program has few columns, so that
 there are many programs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """Sizes from which the table kernel finds what a row of tiles sees by positions alone, if none of these decrease.
+
+    `first`, `last`: queries have a first, a last key position. `x_batch` are strides, 0 if batch rows agree.
+    """
+
+    by_keys: bool
+    q_tile: int
+    kv_tile: int
+    q_length: int
+    kv_length: int
+    first: bool
+    last: bool
+    first_batch: int
+    last_batch: int
+    keys_batch: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +101,6 @@ def table(
     programs. A tile that reaches past the last key, or if `by_keys` past the last query, always needs a mask. `ranked`:
     compute ranks. `counters`: how many counters to make.
     """
-    found = seen(block, q_tile, kv_tile)
     run = block.bits is None
     # Ranks count only tiles that some head sees. Without a list, a program also visits tiles in the gaps of a run, and
     # turns would wait for ever for these. Where positions are monotone, all that some head sees has no gap either: the
@@ -90,24 +108,49 @@ def table(
     listed = not run or block.q_segments is not None or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
-    return of_bitmap(found, listed, run, by_keys, ragged, ranked, counters, heads, programs)
+    asked = listed, run, ragged, ranked, counters, heads, programs
+    if listed or block.padded or any(x is not None and x.shape[1] > 1 for x in (block.first, block.last)):
+        return _of_codes([_coded(seen(block, q_tile, kv_tile), by_keys), None, None, None], None, *asked)
+    bounds = block.first, block.last, block.kv_positions
+    lengths, strides = (block.q_length, block.kv_length), (0 if x is None or len(x) == 1 else x[0].size for x in bounds)
+    ends = Ends(by_keys, q_tile, kv_tile, *lengths, block.first is not None, block.last is not None, *strides)
+    masked = ends.first or ends.last
+    return _of_codes([None, *bounds[:2], block.kv_positions if masked else None], ends, *asked)
 
 
 def of_bitmap(
     found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1,
     heads: int = 1, programs: int = 1,
 ) -> Table:  # fmt: skip
-    """The `Table` of the tiles `found`, computed in one launch.
+    """The `Table` of the tiles `found`; the arguments are those of `_of_codes` and of `table`."""
+    coded = [_coded(found, by_keys), None, None, None]
+    return _of_codes(coded, None, listed, run, ragged, ranked, counters, heads, programs)
 
-    `listed` and `run` are those of `TableShape`, and the other arguments those of `table`. `ragged`: the last column
-    always needs a mask, whatever `found.full` says.
-    """
+
+def _coded(found: Tiles, by_keys: bool) -> Int8[Array, "g k rows columns"]:
+    """The bitmap that the table kernel reads."""
     coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
     # XLA fuses the transpose with the bitmap; strided loads in the kernel would be slow.
-    coded = jnp.swapaxes(coded, 2, 3) if by_keys else coded
-    grouped, kv_heads = coded.shape[0] > 1, coded.shape[1]
-    coded = coded.reshape(-1, *coded.shape[2:])
-    groups, rows, columns = coded.shape
+    return jnp.swapaxes(coded, 2, 3) if by_keys else coded
+
+
+def _of_codes(
+    arrays: list[Any], ends: Ends | None, listed: bool, run: bool, ragged: bool, ranked: bool, counters: int,
+    heads: int, programs: int,
+) -> Table:  # fmt: skip
+    """A `Table` in one launch, from a bitmap (`_coded`), or if `ends` is given from `first`, `last` and key positions.
+
+    `arrays` are these four. `listed` and `run` are those of `TableShape`, and the other arguments those of `table`.
+    `ragged`: the last column always needs a mask.
+    """
+    if ends is None:
+        batch, kv_heads, rows, columns = arrays[0].shape
+        arrays = [arrays[0].reshape(-1, rows, columns), *arrays[1:]]
+    else:
+        batch, kv_heads = max(len(x) for x in arrays if x is not None) if ends.first or ends.last else 1, 1
+        sides = -(-ends.q_length // ends.q_tile), -(-ends.kv_length // ends.kv_tile)
+        rows, columns = sides[::-1] if ends.by_keys else sides
+    groups = batch * kv_heads
     chunk = min(power_of_two(columns), ELEMENTS)
     lines = min(ELEMENTS // chunk, power_of_two(groups * rows))
     line_programs = -(-groups * rows // lines)
@@ -116,16 +159,17 @@ def of_bitmap(
     rank_programs = groups * -(-columns // rank_columns) if ranked else 0
     bounds, listing, ranks, zeros = launch(
         table_kernel,
-        [coded],
+        arrays,
         [
             jax.ShapeDtypeStruct((groups, rows, 4), jnp.int32),
-            jax.ShapeDtypeStruct(coded.shape if listed else (1,), jnp.int32),
+            jax.ShapeDtypeStruct((groups, rows, columns) if listed else (1,), jnp.int32),
             jax.ShapeDtypeStruct((groups, rows + 1, columns) if ranked else (1,), jnp.int32),
             jax.ShapeDtypeStruct((counters,), jnp.int32),
         ],
         grid=(line_programs + rank_programs,),
         warps=1,
         name="ringattn_table",
+        E=ends,
         GROUPS=groups,
         ROWS=rows,
         COLUMNS=columns,
@@ -140,7 +184,7 @@ def of_bitmap(
         COUNT=counters,
         ZEROS=ELEMENTS,
     )
-    shape = TableShape(listed, run, rows, columns, grouped, together(rows, heads, programs), kv_heads)
+    shape = TableShape(listed, run, rows, columns, batch > 1, together(rows, heads, programs), kv_heads)
     return Table(bounds, listing if listed else None, ranks if ranked else None, zeros, shape)
 
 

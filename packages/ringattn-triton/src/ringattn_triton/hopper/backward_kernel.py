@@ -5,6 +5,29 @@ Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer,
 (`backward_products`). One more warp fetches the query tiles that see these keys, and two warps add dq to memory
 (`backward_transfers`). For heads of more than 128 dimensions a turn owns 64 keys, and the consumers share the work in
 another way (`wide_products`).
+
+Words that a reader of Triton knows by other names: a *turn* is a work tile of a persistent program; a *place* is a
+stage of a pipeline's buffer; the *fetching warp* is the producer; the *writers* are two more consumers, of dq. A *step*
+is one query tile of a turn. `F`, `T` and `PLAN` are constants of the launch: `kernel_inputs.BlockConstants`,
+`visited_tiles.TableShape` and `plans.BackwardPlan`. `P` holds pointers (`kernels.tokens.Inputs`).
+
+All barriers of a program. The first five lie in shared memory, and TMA or single warps arrive; the others are hardware
+barriers, and their numbers of threads count both who arrives and who waits:
+
+| barrier | of each | who arrives | who waits | says |
+|---|---|---|---|---|
+| q_full | place of queries | TMA | consumers | queries, lse, numbers and bias of a step, and a turn's keys, are there |
+| dout_full | place of dout | TMA | consumers | dout and -delta of a step, and a turn's values, are there |
+| turn_full | place of turns | fetching warp | consumers, writers | the numbers of the next turn can be read |
+| turn_empty | place of turns | consumers, writers | fetching warp | they have read these numbers |
+| kv_empty (wide) | - | consumers | fetching warp | they are done with the turn's keys and values |
+| q_empty | place of queries | consumers, 256 | fetching warp, 32 | they are done with the place |
+| dout_empty | place of dout | consumers, 256 | fetching warp, 32 | they are done with the place |
+| ds_full | - | consumers, 256 | the same | ds is written by both consumers; if wide, by that of dk |
+| dq_full | consumer, writer | consumer, 128 | writer, 32 | the consumer's places of dq are for this writer to add |
+| dq_empty | consumer | a writer, 32 | consumer, 128 | TMA has read the consumer's places of dq |
+| weights_full (wide) | - | consumer of dv, 128 | consumer of dk, 128 | the softmax weights are in shared memory |
+| weights_empty (wide) | - | consumer of dk, 128 | consumer of dv, 128 | their place, where ds lay, may be overwritten |
 """
 
 from triton.experimental import gluon

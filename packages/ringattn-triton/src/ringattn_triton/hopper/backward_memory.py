@@ -11,19 +11,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
-from .hardware_barriers import begin, read_number, write_number
+from .hardware_barriers import begin, read_number, wait_until_empty, wait_until_full, write_number
 from .head_tiles import places_of_heads
+from .workarounds import place_as
 
 _NUMBERS: Final = {"turn": 0, "before": 2, "whole": 4, "after": 6, "tile": 8}
 """The index in `BackwardMemory.numbers` of the first of two places of a number. Turns use their two places alternately:
 "turn" is the number of a turn (one key tile of one head). It begins with "before" steps that need a mask, then come
 "whole" steps that need none, and "after" steps that need one. "tile" is the query tile in each place of queries."""
 _BARRIERS: Final = {"turn_full": 0, "turn_empty": 2, "kv_empty": 4, "dout_full": 5}
-"""The index in `BackwardMemory.barriers` of the first barrier of a name: one for each place of turns ("turn_full": its
-numbers can be read) and of dout, and "kv_empty" for `wide_products`: both consumers are done with a turn's k and v."""
-
-_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-"""Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
+"""The index in `BackwardMemory.barriers` of the first barrier of a name (the table in `backward_kernel`)."""
 
 
 class BackwardMemory(NamedTuple):
@@ -120,6 +117,18 @@ def barrier(shared, NAME: gl.constexpr, place):
 
 
 @gluon.jit
+def wait_for(shared, NAME: gl.constexpr, number, STAGES: gl.constexpr):
+    """Waits until what use `number` of `STAGES` places brings is there, as the barriers `NAME` (`_BARRIERS`) say."""
+    wait_until_full(shared.barriers, number, STAGES, _index(NAME))
+
+
+@gluon.jit
+def wait_for_room(shared, NAME: gl.constexpr, number, STAGES: gl.constexpr):
+    """Waits until the place of use `number` of `STAGES` places is empty, as the barriers `NAME` (`_BARRIERS`) say."""
+    wait_until_empty(shared.barriers, number, STAGES, _index(NAME))
+
+
+@gluon.jit
 def read(shared, NAME: gl.constexpr, place, WARPS: gl.constexpr = 4):
     """Reads the number `NAME` (`_NUMBERS`) from place `place`, in a partition of `WARPS` warps."""
     return read_number(shared.numbers.index(_index(NAME) + place), WARPS)
@@ -152,21 +161,13 @@ def plain_layout():
 @gluon.jit
 def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
     """The place of dq of consumer `NUMBER`, reinterpreted as a place for its 64 rows of dk or dv in half precision."""
-    return _place_as(shared.dq.index(NUMBER), TYPE, [64, DIM], gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE))
+    return place_as(shared.dq.index(NUMBER), TYPE, [64, DIM], gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE))
 
 
 @gluon.jit
 def weights_place(shared):
     """The place of ds in `wide_products`, as float32 `[16, 256]` for the softmax weights, in register order."""
-    return _place_as(shared.ds.index(0), gl.float32, [16, 256], plain_layout())
-
-
-@gluon.jit
-def _place_as(place, TYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    if _REINTERPRET:
-        return place.reinterpret(TYPE, SHAPE, LAYOUT)
-    else:
-        return place._reinterpret(TYPE, SHAPE, LAYOUT)
+    return place_as(shared.ds.index(0), gl.float32, [16, 256], plain_layout())
 
 
 @gluon.jit
@@ -184,5 +185,5 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
     """Waits for turn `taken` of this program, and returns its number; if none is left, `turns.count` or more."""
-    mbarrier.wait(barrier(shared, "turn_full", taken % 2), (taken // 2) & 1)
+    wait_for(shared, "turn_full", taken, 2)
     return read(shared, "turn", taken % 2, WARPS)

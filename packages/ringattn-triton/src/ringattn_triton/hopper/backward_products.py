@@ -10,31 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..availability import triton_version
 from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
-from .backward_memory import barrier, finished_turn, next_turn, read, result_place
+from .backward_memory import barrier, finished_turn, next_turn, read, result_place, wait_for
 from .backward_scores import derivatives, head_sums, probabilities, tile_of, with_head_sums
-from .hardware_barriers import arrive_at_constant, wait_at
-from .head_tiles import layout_of, left_of, opaque_zero, product_count, product_of_heads
+from .hardware_barriers import wait_at, wait_until_full
+from .head_tiles import layout_of, left_of, product_count, product_of_heads
 from .results import offsets
-
-_DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))
-"""Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
-
-
-@gluon.jit
-def again(place, places, number):
-    """Place `number` of `places`: `place` itself, or with Triton after 3.6 the same place by a new address.
-
-    Triton 3.9 computes the descriptors of all products of a step as soon as their addresses are known, and holds the
-    descriptors in registers until they are used: a step then spills up to 264 more bytes to the stack. An address that
-    is computed anew becomes known only here. Triton 3.6 computes each descriptor where it is used.
-    """
-    if _DESCRIPTORS_COME_EARLY:
-        return places[0].index(number + opaque_zero())
-    else:
-        return place
+from .workarounds import again, arrive_at_constant, opaque_zero
 
 
 @gluon.jit
@@ -119,17 +102,16 @@ def _step_of(
     zero = gl.zeros([64, Q_TILE], gl.float32, layout_of(Q_TILE))
     zero_dq = gl.zeros([64, 64], gl.float32, layout_of(64))
     place = step % PLAN.stages
-    phase = (step // PLAN.stages) & 1
     # In this kernel a head is one piece (`head_tiles`).
     k = shared.k[0].index(opaque_zero())
     v = shared.v[0].index(PLAN.v_first + opaque_zero())
     q = shared.q[0].index(place)
     dout_place = PLAN.dout_first + place
     dout = shared.dout[0].index(dout_place)
-    mbarrier.wait(shared.q_full.index(place), phase)
+    wait_until_full(shared.q_full, step, PLAN.stages)
     s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
     s = subtracted(s, shared, place, PLAN)
-    mbarrier.wait(barrier(shared, "dout_full", place), phase)
+    wait_for(shared, "dout_full", step, PLAN.stages)
     v = again(v, shared.v, PLAN.v_first)
     v = v.slice(NUMBER * 64, 64, dim=0)
     dp = product_of_heads((v,), (again(dout, shared.dout, dout_place),), zero, F.value_dim)

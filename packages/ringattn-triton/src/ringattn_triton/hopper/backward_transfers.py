@@ -3,37 +3,17 @@
 
 from typing import Any, NamedTuple
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..kernels.tile_loop import owned
-from .backward_memory import barrier, first_place, next_turn, result_place, write
+from .backward_memory import barrier, first_place, next_turn, result_place, wait_for_room, write
 from .backward_turns import after_step, rank_of, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
 from .hardware_barriers import arrive_at, wait_at
-from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
-
-
-@builtin
-def async_atomic_add(tensor_desc, coord, src, _semantic=None):
-    """Begins to add a tile in shared memory to global memory by TMA, for which Triton 3.6 has no own function."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
-
-
-@builtin
-def wait_for_additions(_semantic=None):
-    """Waits until all additions and stores that this warp has begun are complete, as PTX defines it.
-
-    `tma.store_wait` does not suffice: it waits only until the tiles have been read from shared memory. Nor does this
-    wait in the machine code: only the fence of the counter's release waits until the sums are in global memory.
-    """
-    assembly = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
-    result = _semantic.builder.get_int32_ty()
-    _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
+from .head_tiles import fetch_heads, padded_size, place_of
+from .workarounds import async_atomic_add, fetch, store, wait_for_additions
 
 
 class BackwardTiles(NamedTuple):
@@ -128,7 +108,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             fetch(tiles.delta, numbers_at, dout_full, places.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
-                    mbarrier.wait(barrier(shared, "kv_empty", 0), (taken & 1) ^ 1)
+                    wait_for_room(shared, "kv_empty", taken, 1)
                 else:  # a consumer that is done with a turn's last dout is done with its keys too
                     if emptied < done:
                         wait_at("dout_empty", (done - 1) % PLAN.dout_stages, PLAN)
@@ -164,7 +144,7 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 def _announce(shared, taken, turn, before, whole, after):
     """Tells the other warps the next turn and its numbers of steps, once those are done with the turn before last."""
     place = taken % 2
-    mbarrier.wait(barrier(shared, "turn_empty", place), ((taken // 2) & 1) ^ 1)
+    wait_for_room(shared, "turn_empty", taken, 2)
     write(shared, "turn", place, turn)
     write(shared, "before", place, before)
     write(shared, "whole", place, whole)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .hardware_barriers import after_barriers, arrive_at, begin, read_number, softmax_first, wait_at
+from .hardware_barriers import arrive_at, begin, read_number, wait_at, wait_until_full
 from .head_tiles import apart, layout_of, place_of, places_of_heads, product_of_heads, rows_of
 from .pipeline import ForwardMemory, next_turn, produce, read
 from .plans import CONSUMER_ROWS
@@ -25,6 +25,7 @@ from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, no_maxima, written
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import accumulators, finished, no_sums, rescaled, with_values
+from .workarounds import after_arrival, after_barriers, softmax_first
 
 
 @gluon.jit
@@ -162,8 +163,8 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
         # Two products are in flight together: the scores of this turn's first tile, and the weighted values of the
         # previous turn's last tile. In the first turn the second product has no meaning, and its result is not used.
         q = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
-        mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
-        mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
+        wait_until_full(shared.q_full, done, PLAN.q_places)
+        wait_until_full(shared.k_full, taken, PLAN.stages)
         k = place_of(shared.k, taken % PLAN.stages)
         _wait_for_order(NUMBER, PLAN)
         s = product_of_heads(q, k, nought, F.head_dim)
@@ -278,7 +279,7 @@ def _continued(
 ):  # fmt: skip
     """One step of the online softmax: computes a key tile's scores together with the last tile's weighted values."""
     last = taken - 1
-    mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
+    wait_until_full(shared.k_full, taken, PLAN.stages)
     _wait_for_order(NUMBER, PLAN)
     k = place_of(shared.k, taken % PLAN.stages)
     s = product_of_heads(rows.q, k, _no_scores(PLAN), F.head_dim)
@@ -295,8 +296,7 @@ def _continued(
     drawn = _drawn(shared, taken, P, rows, APART, F, PLAN)
     s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
     arrive_at("k_empty", taken % PLAN.stages, PLAN)
-    # A second wait has nothing to wait for, but keeps the assembler from delaying the arrival.
-    s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
+    s = after_arrival(s, accumulators(F.value_dim))
     keys = _keys(loaded_keys, F, PLAN, MASKED)
     if LATE:
         away = of_keys(shared, taken, F, PLAN)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware barriers (PTX `bar`) of groups of warps on Hopper, and numbers that groups exchange in shared memory.
+"""How groups of warps on Hopper wait for each other, and the numbers that they exchange in shared memory.
 
-Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and
-often once more afterwards. At a hardware barrier each warp arrives for itself, and waiting warps wake earlier. There
-are 16 hardware barriers. They have no phases: no warp may arrive a second time before all have arrived once.
+Barriers are of two kinds. Those in shared memory have phases, which `wait_until_full` and `wait_until_empty` count.
+The others are hardware barriers (PTX `bar`), of which there are 16. They have no phases: no warp may arrive a second
+time before all have arrived once. Before a thread arrives at a barrier in shared memory, Triton makes all four warps of
+a group wait for each other, and often once more afterwards. At a hardware barrier each warp arrives for itself, and
+waiting warps wake earlier.
 
 A plan (`ForwardPlan`, `BackwardPlan`) names its barriers in `hardware_barriers`. A name stands for one barrier for each
 place: that of place `i` has a number `i` higher than the first.
@@ -31,72 +33,50 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
     _semantic.builder.create_inline_asm(assembly, constraints, operands, [result], False, 1)
 
 
-@builtin
-def arrive_at_either(FIRST, place, THREADS, _semantic=None):
-    """Arrives, without waiting, at hardware barrier `FIRST` if `place` is 0, else at `FIRST + 1`."""
-    first, threads = (_unwrap_if_constexpr(x) for x in (FIRST, THREADS))
-    at = _semantic.to_tensor(place).handle
-    assembly = (
-        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.arrive {first}, {threads}; "
-        f"@!first bar.arrive {first + 1}, {threads};}} mov.u32 $0, 0;"
-    )
-    result = _semantic.builder.get_int32_ty()
-    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)
+@gluon.jit
+def phase_of(number, STAGES: gl.constexpr):
+    """The phase that a place's barrier in shared memory ends at use `number` (from 0) of `STAGES` places in turn."""
+    return (number // STAGES) & 1
+
+
+@gluon.jit
+def wait_until_full(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Waits until what use `number` of `STAGES` places brings is in its place, `number % STAGES`.
+
+    `barriers` has a barrier in shared memory for each place, from index `FIRST` on: its phase ends when the place is
+    full.
+    """
+    mbarrier.wait(barriers.index(FIRST + number % STAGES), phase_of(number, STAGES))
+
+
+@gluon.jit
+def wait_until_empty(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Waits until the place of use `number` is empty. It is at its first use; then a phase ends when it is empty."""
+    mbarrier.wait(barriers.index(FIRST + number % STAGES), phase_of(number, STAGES) ^ 1)
 
 
 @gluon.jit
 def wait_at(NAME: gl.constexpr, place, PLAN: gl.constexpr):
     """Arrives at the barrier `NAME` of place `place`, and waits until all its threads have arrived."""
-    hardware_barrier("sync", _first(NAME, PLAN) + place, _threads(NAME, PLAN))
+    hardware_barrier("sync", first_number(NAME, PLAN) + place, threads_of(NAME, PLAN))
 
 
 @gluon.jit
 def arrive_at(NAME: gl.constexpr, place, PLAN: gl.constexpr):
     """Arrives at the barrier `NAME` of place `place` without waiting."""
-    hardware_barrier("arrive", _first(NAME, PLAN) + place, _threads(NAME, PLAN))
-
-
-@gluon.jit
-def arrive_at_constant(NAME: gl.constexpr, place, PLAN: gl.constexpr, FROM: gl.constexpr = 0):
-    """`arrive_at` for place `FROM + place`, where `place` is 0 or 1, by two instructions with constant numbers.
-
-    If the number were in a register, the warp would wait until the barrier has read the register, which happens only
-    after all earlier stores of the warp.
-    """
-    arrive_at_either(_first(NAME, PLAN) + FROM, place, _threads(NAME, PLAN))
+    hardware_barrier("arrive", first_number(NAME, PLAN) + place, threads_of(NAME, PLAN))
 
 
 @gluon.constexpr_function
-def _first(NAME, PLAN):
+def first_number(NAME, PLAN):
+    """The number of the hardware barrier `NAME` of place 0."""
     return PLAN.hardware_barriers[NAME][0]
 
 
 @gluon.constexpr_function
-def _threads(NAME, PLAN):
+def threads_of(NAME, PLAN):
+    """For how many threads the hardware barrier `NAME` waits."""
     return PLAN.hardware_barriers[NAME][1]
-
-
-@builtin
-def softmax_first(step, _semantic=None):
-    """Keeps the assembler from placing the wait for the last tile's weighted values before the exponentials.
-
-    The assembler places that wait as early as it may, but not before a preceding barrier instruction, and it places
-    barrier instructions late. So this function adds a barrier arrival that is never executed, because no `step` is
-    negative.
-    """
-    at, result = _semantic.to_tensor(step).handle, _semantic.builder.get_int32_ty()
-    assembly = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; } mov.u32 $0, 0;"
-    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)
-
-
-@gluon.jit
-def after_barriers(x, tiles):
-    """Returns `x`, and keeps the assembler from using it before the preceding barrier instructions.
-
-    The assembler moves barrier instructions down past arithmetic, but moves no read of shared memory up past a barrier.
-    So the result depends on such a read: of the number of a key tile, which is never negative.
-    """
-    return gl.where(read_number(tiles.index(0), 4) >= 0, x, 0.0)
 
 
 @gluon.jit

@@ -9,13 +9,9 @@ Global memory has no padding. A descriptor has an axis for heads, so that TMA se
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""The function that fetches a tile to shared memory: its name from Triton 3.9 on, or its earlier name."""
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""The function that writes a tile to global memory: its name from Triton 3.9 on, or its earlier name."""
+from .workarounds import fetch
 
 
 @gluon.constexpr_function
@@ -68,18 +64,6 @@ def places_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr,
 def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], TYPE)
     return gl.allocate_shared_memory(TYPE, [COUNT, ROWS, WIDTH], LAYOUT)
-
-
-@builtin
-def opaque_zero(_semantic=None):
-    """Zero at run time, but the compiler cannot know that, nor that it is the same in every step.
-
-    Added to the index of a place that is the same in every step, it keeps the compiler from computing the descriptors
-    of a product before the loop: 24 of parts of K and V in the backward pass, which would take 48 registers.
-    """
-    result = _semantic.builder.get_int32_ty()
-    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
-    return gl.tensor(zero.get_result(0), gl.int32)
 
 
 @gluon.jit

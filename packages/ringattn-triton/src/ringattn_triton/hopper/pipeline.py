@@ -9,21 +9,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .bias_tiles import group_of, tiles_of_bias
-from .hardware_barriers import read_number, wait_at, write_number
+from .hardware_barriers import read_number, wait_at, wait_until_full, write_number
 from .head_tiles import (
     apart,
-    fetch,
     fetch_heads,
     fetch_piece,
     padded_size,
     place_of,
-    store,
     stored_width,
     tiles_of_heads,
     tiles_of_results,
 )
 from .plans import CONSUMER_ROWS
 from .positions import loaded_of_keys, origin_of, place_of_positions
+from .workarounds import fetch, store
 
 _NUMBERS: Final = {"first": 0, "batch": 1, "head": 2, "masked": 3, "whole": 4}
 """The numbers of a turn in `ForwardMemory.turns`: its first query, its batch row and head, the number of key tiles that
@@ -299,7 +298,7 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def next_turn(shared, done):
     """Called by a consumer: waits for turn number `done` of this program. Returns its first query; -1: none is left."""
-    mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
+    wait_until_full(shared.turns_full, done, 2)
     return read(shared, "first", done % 2)
 
 

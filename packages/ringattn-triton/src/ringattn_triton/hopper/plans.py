@@ -126,13 +126,8 @@ class BackwardPlan:
     def hardware_barriers(self) -> dict[str, tuple[int, int]]:
         """The first barrier of each name, and for how many threads it waits (the module `hardware_barriers`).
 
-        "ds_full": ds is written, by both consumers or, if `wide`, by one. "q_empty" and "dout_empty", one for each
-        place: both consumers have read the place. "dq_empty", one for each consumer: TMA has read the consumer's places
-        of dq. "dq_full", four: at number `2 c + w`, consumer `c` has filled its places of dq for writer `w`.
-
-        If `wide`, "weights_full": the softmax weights are in shared memory; "weights_empty": their place may be
-        overwritten, because the consumer of dk has read ds, which lay there last. Its number, 3, is free because only
-        two partitions have several warps.
+        `backward_kernel` has a table of what each says. "dq_full" has four: at number `2 c + w`, consumer `c` tells
+        writer `w`. Number 3, "weights_empty", is free because only two partitions have several warps.
         """
         counts = {"weights_empty": (1, 256), "ds_full": (1, 256), "q_empty": (2, 288), "dout_empty": (2, 288)}
         return _numbered(

@@ -8,6 +8,7 @@ from ..kernels.scores import bent, biased, lost_by_distance
 from ..kernels.tokens import visible
 from .dropout import kept
 from .plans import CONSUMER_ROWS
+from .workarounds import hidden_unless_equal
 
 
 @gluon.jit
@@ -66,18 +67,11 @@ def scored(s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexp
 
 @gluon.jit
 def _masked(s, rows, keys, F: gl.constexpr, RAGGED: gl.constexpr):
-    """Replaces the scores of hidden keys by -inf; `RAGGED`: the tile may reach past the last key.
-
-    Segment ids are compared in inline assembly. Otherwise LLVM joins this comparison with that of positions, and the
-    assembler packs the 64 results into registers and unpacks them again, in 200 more instructions.
-    """
+    """Replaces the scores of hidden keys by -inf; `RAGGED`: the tile may reach past the last key."""
     OTHERS: gl.constexpr = F.without_segments
     s = gl.where(visible(rows.queries, keys, rows.head, OTHERS, RAGGED, False), s, -float("inf"))
     if F.segments:
-        SELECT: gl.constexpr = "{ .reg .pred p; setp.eq.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }"
-        s = gl.inline_asm_elementwise(
-            SELECT, "=f,f,r,r", [s, rows.queries.segment, keys.segment], dtype=gl.float32, is_pure=True, pack=1
-        )
+        s = hidden_unless_equal(s, rows.queries.segment, keys.segment)
     return s
 
 

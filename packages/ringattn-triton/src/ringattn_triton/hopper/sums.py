@@ -12,9 +12,11 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import float32, inline_asm_elementwise
 
-from .head_tiles import apart, dims_of, layout_of, left_of, opaque_zero, piece, product_count, rows_of
+from .hardware_barriers import phase_of, wait_until_full
+from .head_tiles import apart, dims_of, layout_of, left_of, piece, product_count, rows_of
 from .plans import CONSUMER_ROWS
 from .softmax import unpacked
+from .workarounds import opaque_zero
 
 
 @gluon.constexpr_function
@@ -56,14 +58,14 @@ def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PL
     """
     if apart(DIM):
         if there:
-            mbarrier.wait(shared.rest_full.index(0), last & 1)
+            wait_until_full(shared.rest_full, last, 1)
         rest = _added(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
         if there:
-            mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
+            mbarrier.wait(shared.v_full.index(place), phase_of(last, PLAN.stages))
         return _added(sums[0], weights, (shared.v[0].index(place),), 0), rest
     else:
         if there:
-            mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
+            mbarrier.wait(shared.v_full.index(place), phase_of(last, PLAN.stages))
         return with_product(sums, weights, (shared.v[0].index(place),), DIM)
 
 

@@ -19,12 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.scores import narrowed, scaled
-from .backward_memory import barrier, finished_turn, next_turn, read, weights_place
+from .backward_memory import barrier, finished_turn, next_turn, read, wait_for, weights_place
 from .backward_products import hand_over, in_register_order, write_gradient
 from .backward_scores import numbers_of, probabilities, tile_of
-from .hardware_barriers import arrive_at, arrive_at_constant, wait_at
-from .head_tiles import dims_of, layout_of, opaque_zero, place_of, product_of_heads
+from .hardware_barriers import arrive_at, wait_at, wait_until_full
+from .head_tiles import dims_of, layout_of, place_of, product_of_heads
 from .sums import accumulators, finished, first_of, no_sums, with_product
+from .workarounds import arrive_at_constant, opaque_zero
 
 
 @gluon.jit
@@ -99,7 +100,7 @@ def _step_of_dv(dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLA
     """
     Q_TILE: gl.constexpr = PLAN.q_tile
     place = step % PLAN.stages
-    mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
+    wait_until_full(shared.q_full, step, PLAN.stages)
     zero = gl.zeros([64, Q_TILE], gl.float32, layout_of(Q_TILE))
     s = product_of_heads(place_of(shared.k, opaque_zero()), place_of(shared.q, place), zero, F.head_dim)
     tile = tile_of(shared, place, P, turn, 0, 0, F, T, PLAN, MASKED)
@@ -110,7 +111,7 @@ def _step_of_dv(dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLA
     weights_place(shared).store(in_register_order(p))
     arrive_at("weights_full", 0, PLAN)
     dout_place = step % PLAN.dout_stages
-    mbarrier.wait(barrier(shared, "dout_full", dout_place), (step // PLAN.dout_stages) & 1)
+    wait_for(shared, "dout_full", step, PLAN.dout_stages)
     weights = p.to(shared.ds.dtype)
     dv = finished(with_product(dv, weights, place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
     arrive_at("dout_empty", dout_place, PLAN)
@@ -135,7 +136,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     FIRST: gl.constexpr = PIECES - PIECES // 2
     dout_place = step % PLAN.dout_stages
-    mbarrier.wait(barrier(shared, "dout_full", dout_place), (step // PLAN.dout_stages) & 1)
+    wait_for(shared, "dout_full", step, PLAN.dout_stages)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     dout = place_of(shared.dout, dout_place + opaque_zero())
     dp = product_of_heads(place_of(shared.v, opaque_zero()), dout, zero, F.value_dim)
@@ -149,7 +150,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     fence_async_shared()
     arrive_at("ds_full", 0, PLAN)
     place = step % PLAN.stages
-    mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
+    wait_until_full(shared.q_full, step, PLAN.stages)
     dq = _piece_of_dq(shared, FIRST)
     other = dq
     if PIECES // 2 > 1:
