@@ -86,8 +86,8 @@ def _visits(plan: BackwardPlan, key_tiles: int, heads: int) -> list[tuple[int, i
     some, full = first_key < first_query + plan.q_tile, first_key + plan.kv_tile <= first_query + 1
     with mock.patch.dict(os.environ, {INTERPRETER.variable: "1"}):
         table = visited_tiles.of_bitmap(
-            Tiles(jnp.array(some[None]), jnp.array(full[None])), listed=False, run=True, by_keys=True, ragged=False,
-            ranked=True,
+            Tiles(jnp.array(some[None, None]), jnp.array(full[None, None])), listed=False, run=True, by_keys=True,
+            ragged=False, ranked=True,
         )  # fmt: skip
         _, found = launch(
             list_visits,

@@ -128,7 +128,7 @@ class Recorder:
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         lengths = (-(-n // size) * size for n, size in zip((block.q_length, block.kv_length), self.sizes, strict=True))
-        some, full = tiles(block.padded_to(*lengths), *self.sizes)
+        some, full = (x[:, 0] for x in tiles(block.padded_to(*lengths), *self.sizes).of_all_heads)
         jax.debug.callback(
             self._note, block.q_index[0, 0], block.kv_index[0, 0], some.astype(jnp.uint8) + full.astype(jnp.uint8)
         )

@@ -156,8 +156,8 @@ def tile_states(call: AbstractCall, lengths: tuple[int, int], tile: tuple[int, i
         def of_all_ranks(x: jax.Array, axis: int) -> jax.Array:
             return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
-        visible = tiles(own.map_keys(of_all_ranks), *tile)
-        states = visible.some[0].astype(jnp.uint8) + visible.full[0].astype(jnp.uint8)
+        visible = tiles(own.map_keys(of_all_ranks), *tile).of_all_heads
+        states = visible.some[0, 0].astype(jnp.uint8) + visible.full[0, 0].astype(jnp.uint8)
         return states.reshape(q_length // tile[0], call.ring, kv_length // tile[1])
 
     # Only the shapes of the large arrays are read, so XLA under `jit` never allocates them.

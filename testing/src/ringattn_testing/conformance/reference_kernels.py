@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from ringattn_core import Block, Feature, Gradients, Partial, Rule, from_flash
 from ringattn_core.contract import bits
+from ringattn_core.contract.bits import by_head
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.from_flash import FEATURES, FEATURES_OF_RANGES
 from ringattn_core.contract.merge import merge
@@ -119,8 +120,8 @@ class Tiled(Dense):
 def of_pairs(block: Block) -> tuple[jax.Array, jax.Array]:
     """For each pair of a query and a key, whether `tiles` says that its tile is seen, in part and in full."""
     sizes = [next(size for size in (16, 8, 4, 2, 1) if x % size == 0) for x in (block.q_length, block.kv_length)]
-    some, full = (jnp.repeat(jnp.repeat(x, sizes[0], 1), sizes[1], 2)[:, None] for x in tiles(block, *sizes))
-    return some, full
+    some, full = (jnp.repeat(jnp.repeat(x, sizes[0], 2), sizes[1], 3) for x in tiles(block, *sizes))
+    return by_head(some, None, block.q.shape[2]), by_head(full, None, block.q.shape[2])
 
 
 def grouped(x: jax.Array, block: Block) -> jax.Array:
