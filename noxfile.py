@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks there are, and in which environment each one runs."""
 
+import argparse
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nox
+import nox.command
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"ringattn needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}: install nox on 3.11")
 
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "newest_jax", "conformance", "docs"]
+nox.options.sessions = ["quick", "lint", "types", "tests", "newest_jax", "conformance", "docs"]
 # An interpreter that is not there is reported as skipped; it is never downloaded.
 nox.options.error_on_missing_interpreters = False
 nox.options.download_python = "never"
@@ -49,7 +53,7 @@ SUPPORTED = (
 MOVING = ("meshes", "shard_map_calls", "sharding")
 ON_THE_NEWEST = tuple(f"packages/ringattn-core/tests/test_{name}.py" for name in MOVING)
 CPU = {"JAX_PLATFORMS": "cpu"}
-# The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.
+# The workers of pytest fill the cores, so NumPy starts no threads for its matrix products.
 WORKERS = CPU | {"OPENBLAS_NUM_THREADS": "1"}
 # XLA's optimiser for CPUs takes more than half of the time of the tests. The quickstart, the README's example and the
 # suite's module about numerics run with it, and so do the tests that load libtpu, because libtpu reads these flags too.
@@ -77,6 +81,88 @@ for name in sys.argv[1:]:
     origin = pathlib.Path(importlib.util.find_spec(name).origin)
     assert origin.is_relative_to(sys.prefix), f"{name} comes from {origin}"
 """
+
+
+# Sessions that need another one before them, by `requires` or by `notify`.
+NEED_WHEELS = frozenset(("conformance", "thirdparty", "exhaustive"))
+
+
+def asked() -> list[str]:
+    """The sessions that the command line asks for, without parameters; none if it only asks what there is."""
+    line = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-s", "-e", "--session", "--sessions", nargs="*", dest="sessions")
+    parser.add_argument(
+        *("-l", "--list", "--list-sessions", "-h", "--help", "--version"), action="store_true", dest="told"
+    )
+    found, _ = parser.parse_known_args(line)
+    names = found.sessions or [*filter(None, os.environ.get("NOXSESSION", "").split(","))] or nox.options.sessions
+    short = {name.partition("(")[0].partition("-3.")[0] for name in names or ()}
+    return [] if found.told else sorted(short | ({"build"} if short & NEED_WHEELS else set()))
+
+
+def locked(names: Sequence[str]) -> Iterator[object]:
+    """An open file for each session, locked: nox makes environments anew, also those that another nox works in."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    for name in names:
+        path = ROOT / ".nox" / f"{name}.lock"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            file = path.open("w")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"nox -s {name} runs in {ROOT} already: wait until it has ended, or use a second clone")
+        except OSError as error:
+            sys.exit(f"nox makes environments in {ROOT}, which cannot be written to ({error.strerror}): copy the clone")
+        yield file
+
+
+LOCKS = [*locked(asked())]
+
+
+def workers() -> str:
+    """How many processes pytest starts: two, or one on a machine of one core or of less than 6 GB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    group_of_this = Path("/proc/self/cgroup")
+    name = group_of_this.read_text().strip().rpartition(":")[2] if group_of_this.is_file() else ""
+    limits = [Path(f"/sys/fs/cgroup{one}/memory.max") for one in ("", name)]
+    limits.append(Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of the first version of cgroups
+    bytes_there = [int(text) for path in limits if path.is_file() and (text := path.read_text().strip()).isdigit()]
+    if hasattr(os, "sysconf"):
+        bytes_there.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return "1" if cores < 2 or min(bytes_there, default=2**40) < 6e9 else "2"
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """`session.install`, which in failure ends the session with one sentence that says what to do."""
+    try:
+        session.install(*what)
+    except nox.command.CommandFailed:
+        session.error(
+            f"the lines above say why what {session.name} needs could not be installed. It needs a network, or a "
+            "mirror that pip and uv are told of; without one, nox -R -s reuses an environment of an earlier run"
+        )
+
+
+def compiled(session: nox.Session) -> dict[str, str]:
+    """The environment in which JAX keeps compiled programs between runs, apart for each kind of processor.
+
+    JAX's key covers the program, XLA's flags and the versions of JAX and jaxlib. Only with a limit of size does JAX
+    lock the folder; without a lock, a worker may read what another has half written.
+    """
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.is_file() else [platform.processor()]
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or {*lines})
+    folder = Path(session.cache_dir, "compiled", hashlib.sha256("".join(features).encode()).hexdigest()[:12])
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -121,8 +207,27 @@ NEWEST = "3.13" if reveal("3.13") else None
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """A ring of 8 over 16k packed tokens with gradients, on this machine's CPU: a table and a plot."""
-    session.install(*group("quickstart"), *EVERYWHERE)
+    install(session, *group("quickstart"), *EVERYWHERE)
     session.run("python", "examples/quickstart.py", *session.posargs, env=CPU)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Each promise of docs/promises.md by its fastest tests, in five minutes on two cores; says what it did not run."""
+    install_for_quick(session)
+    environment = hurried(session, *NO_OPTIMISER) | compiled(session)
+    session.run("python", "-m", "ringattn_testing.quick", "--workers", workers(), *session.posargs, env=environment)
+
+
+@nox.session(default=False)
+def broken_lines(session: nox.Session) -> None:
+    """Breaks lines of core one at a time, and says which test of `quick` catches each; or those with a word in them."""
+    install_for_quick(session)
+    session.run("python", "-m", "ringattn_testing.broken_lines", *session.posargs, env=hurried(session, *NO_OPTIMISER))
+
+
+def install_for_quick(session: nox.Session) -> None:
+    install(session, *group("jax"), *group("test-quick"), *EVERYWHERE, str(ROOT / "conformance"), TESTING)
 
 
 @nox.session(python=SUPPORTED[0][0])
@@ -162,20 +267,20 @@ def exhaustive(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def hosts(session: nox.Session) -> None:
     """The adapters beside the released libraries, rings of other kernels, and bugs of JAX that we work round."""
-    session.install(*group("hosts"), *EVERYWHERE)
+    install(session, *group("hosts"), *EVERYWHERE)
     # Whole, these bring a training stack each; only the files that the tests read are needed.
     examples = [f"./examples/third-party-{name}" for name in ("triton", "fa4", "tokamax")]
-    session.install("--no-deps", *group("hosts-in-part"), *examples)
+    install(session, "--no-deps", *group("hosts-in-part"), *examples)
     session.run("pytest", "packages/ringattn-adapters/tests/test_released_hosts.py", env=hurried(session))
     session.run("pytest", "examples/third-party-triton/tests", env=CPU)
     for target in ("sm_90a", "sm_100a"):
         session.run("pytest", "-Wignore", "examples/third-party-fa4/tests", env=CPU | {"CUTE_DSL_ARCH": target})
         session.run("pytest", "-Wignore", "examples/third-party-tokamax/tests", "-k", target, env=CPU)
-    session.install(str(ROOT / "conformance"))
-    certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", "2")
+    install(session, str(ROOT / "conformance"))
+    certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", workers())
     session.run(*certify, env=hurried(session, *NO_OPTIMISER))
-    session.install(*group("jax"), "--upgrade", "jax-triton")
-    session.install("--no-deps", "--upgrade", "jax-cuda13-plugin")
+    install(session, *group("jax"), "--upgrade", "jax-triton")
+    install(session, "--no-deps", "--upgrade", "jax-cuda13-plugin")
     for script in sorted((ROOT / "benchmarks/upstream").glob("*.py")):  # fails once a way around a bug may go
         session.run("python", str(script), env=CPU)
 
@@ -183,20 +288,20 @@ def hosts(session: nox.Session) -> None:
 def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
     """JAX, the packages and what their tests need. Without compilers, only the packages that run on any machine."""
     if not compilers:
-        session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"), TESTING)
+        install(session, f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"), TESTING)
         return
     pins = [requirement for name in compilers for requirement in group(name)]
-    session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES, TESTING)
+    install(session, f"jax=={jax}", *group("test"), *pins, *PACKAGES, TESTING)
     # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
-    session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
+    install(session, "--no-deps", f"jax-cuda13-plugin=={jax}")
 
 
 def run_tests(session: nox.Session, *parts: Sequence[str]) -> None:
     """pytest on each part, or on what the command line names: that, and the tests of `LIBTPU`, with XLA's optimiser."""
-    quick = hurried(session, *NO_OPTIMISER)
+    quick = hurried(session, *NO_OPTIMISER) | compiled(session)
     for part in [session.posargs] if session.posargs else parts:
         optimised = session.posargs or part == LIBTPU
-        session.run("pytest", "-n", "2", *part, env=WORKERS if optimised else quick)
+        session.run("pytest", "-n", workers(), *part, env=WORKERS if optimised else quick)
 
 
 def announce(session: nox.Session, part: str) -> None:
@@ -210,10 +315,10 @@ def build(session: nox.Session) -> None:
     """The sdist of every distribution, the wheel made from that sdist, and a check of both."""
     announce(session, "build")
     shutil.rmtree(DIST, ignore_errors=True)
-    session.install(*group("build"))
+    install(session, *group("build"))
     for package in PACKAGES:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), package, silent=True)
-    session.install("--no-deps", *map(str, DIST.glob("*.whl")))
+    install(session, "--no-deps", *map(str, DIST.glob("*.whl")))
     session.run("python", "tests/wheels.py", str(DIST))
     session.run("twine", "check", "--strict", *map(str, sorted(DIST.glob("ringattn_*"))))
 
@@ -227,19 +332,19 @@ def conformance(session: nox.Session, backend: str) -> None:
         session.skip("Triton has wheels for Linux alone")
     wheels = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", backend, "conformance")]
     pins = group("triton-3-6") if backend == "triton" else ()
-    session.install(*group("jax"), *pins, *wheels)
+    install(session, *group("jax"), *pins, *wheels)
     session.chdir(session.create_tmp())
     if backend == BACKENDS[0] and not session.posargs:
         # One worker judges all saboteurs, in one process.
-        session.install("--no-deps", TESTING)
+        install(session, "--no-deps", TESTING)
         own_tests = str(ROOT / "conformance" / "tests")
-        session.run("pytest", own_tests, "-n", "2", "--dist", "loadfile", env=hurried(session, *NO_OPTIMISER))
+        session.run("pytest", own_tests, "-n", workers(), "--dist", "loadfile", env=hurried(session, *NO_OPTIMISER))
     # The suite itself turns XLA's optimiser off, but for numerics: there it takes part in the arithmetic of `xla`.
     environment = hurried(session)
     if backend in INTERPRETED:
         environment = hurried(session, *NO_OPTIMISER) | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"}
     options = session.posargs or ("--ringattn-tier", "core")
-    session.run("pytest", "-n", "2", "--ringattn-backend", backend, "--pyargs", SUITE, *options, env=environment)
+    session.run("pytest", "-n", workers(), "--ringattn-backend", backend, "--pyargs", SUITE, *options, env=environment)
 
 
 @nox.session(requires=["build"], python=NEWEST)
@@ -247,7 +352,7 @@ def thirdparty(session: nox.Session) -> None:
     """Third parties' wheels beside ours, certified from an empty folder by the command that a third party has."""
     wheels = Path(session.create_tmp())
     shutil.rmtree(wheels)
-    session.install(*group("build"))
+    install(session, *group("build"))
     with tempfile.TemporaryDirectory() as elsewhere:
         for folder in THIRD_PARTIES.values():
             # Each is a repository of its own, so it is built outside this one.
@@ -255,20 +360,20 @@ def thirdparty(session: nox.Session) -> None:
             session.run("python", "-m", "build", "--no-isolation", "--outdir", str(wheels), str(project), silent=True)
     session.run("twine", "check", "--strict", *map(str, wheels.iterdir()))
     ours = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", "xla", "conformance")]
-    session.install(*group("jax"), *ours, *map(str, wheels.glob("*.whl")))
+    install(session, *group("jax"), *ours, *map(str, wheels.glob("*.whl")))
     modules = [path.name.split("-")[0] for path in map(Path, [*ours, *wheels.glob("*.whl")])]
     environment = hurried(session, *NO_OPTIMISER) | {"PYTHONPATH": None}
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
         session.run("python", "-P", "-c", INSTALLED, *modules, env=environment)
         for backend in THIRD_PARTIES:
-            options = session.posargs or ("--tier", "core", "-n", "2")
+            options = session.posargs or ("--tier", "core", "-n", workers())
             session.run("ringattn-conformance", "run", backend, *options, env=environment)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff, its formatter, and the rules of the house."""
-    session.install(*group("lint"))
+    install(session, *group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pytest", "-q", "tests/test_house_rules.py", "tests/test_rooms.py")
@@ -277,7 +382,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """pyright over everything."""
-    session.install(*group("types"), *PACKAGES, TESTING)
+    install(session, *group("types"), *PACKAGES, TESTING)
     python = shutil.which("python", path=session.bin) or "python"
     for settings in ("pyproject.toml", "pyright-tests.toml"):
         session.run("pyright", "--project", settings, "--pythonpath", python)
@@ -286,7 +391,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation; a warning is an error."""
-    session.install(*group("docs"), *LIBRARIES)
+    install(session, *group("docs"), *LIBRARIES)
     session.run("sphinx-build", "-W", "--keep-going", "-n", "-q", "docs", "build/docs", env=CPU)
     session.log("open build/docs/index.html")
 
@@ -301,9 +406,9 @@ def bench(session: nox.Session) -> None:
     while asked[:1] == ["--with"]:
         extras, asked = [*extras, asked[1]], asked[2:]
     suite = asked[asked.index("--suite") + 1] if "--suite" in asked else "cpu"
-    session.install(*group("bench"), *(EVERYWHERE if suite == "cpu" else LIBRARIES), *group(DEVICES.get(suite, "jax")))
+    install(session, *group("bench"), *(EVERYWHERE if suite == "cpu" else LIBRARIES), *group(DEVICES.get(suite, "jax")))
     if extras:
-        session.install(*extras)
+        install(session, *extras)
     if asked and not asked[0].endswith(".py"):
         session.run("python", "benchmarks/suite.py", *asked, env=CPU if suite == "cpu" else {})
         return

@@ -51,10 +51,10 @@ def drawn(seed: int, ring: int, asked: argparse.Namespace) -> Case:
     )
 
 
-def differing(case: Case, ring: int, strategy: str, backend: str) -> dict[str, float]:
+def differing(case: Case, ring: int, strategy: str, backend: str, forward: bool = False) -> dict[str, float]:
     """For each result that differs from that of one device: the largest difference. Zeros of either sign are equal."""
     case = dataclasses.replace(case, value_dim=case.head_dim)
-    gradients = strategy == "ulysses"
+    gradients = strategy == "ulysses" and not forward
     found = run(place(case, Placement(ring, strategy=strategy), backend), gradients)
     alone = run(place(case, Placement(1), backend), gradients)
     pairs = {name: (np.float32(x), np.float32(alone[name])) for name, x in found.items()}
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", default=["ulysses", "all_gather"])
     parser.add_argument("--shared-bias", action="store_true", help="draw also biases that all heads share")
+    parser.add_argument("--forward", action="store_true", help="compare no gradients, which compiles faster")
     parser.add_argument("--long", type=int, default=2048)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no call after this time")
     asked = parser.parse_args()
@@ -84,7 +85,7 @@ def main() -> None:
             if time.monotonic() - began > 60 * asked.minutes:
                 break
             try:
-                wrong = differing(case, ring, strategy, asked.backend)
+                wrong = differing(case, ring, strategy, asked.backend, asked.forward)
             except Exception as error:
                 counts[strategy, "failed to run"] += 1
                 print(f"{seed} {strategy} of {ring}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")

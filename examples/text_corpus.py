@@ -75,9 +75,10 @@ class Corpus:
     def evaluation(self, length: int, count: int) -> list[Row]:
         """`count` rows with the start of one held-out document each; a row is empty after the end of its document.
 
-        Documents that fill a row come first.
+        Only documents that fill a row are taken, if there are any, so that all positions are those of the same text.
         """
-        documents = sorted(self.held_out, key=lambda document: -min(len(document), length))[:count]
+        filling = [document for document in self.held_out if len(document) > length]
+        documents = (filling or sorted(self.held_out, key=len, reverse=True))[:count]
         places, rows = np.arange(length, dtype=np.int32), []
         for number in range(count):
             document = documents[number].astype(np.int32) if number < len(documents) else places[:0]

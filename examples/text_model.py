@@ -125,8 +125,8 @@ def rotate(x: Float[Array, "B T N H"], positions: Int32[Array, "B T"]) -> Float[
     return jnp.concatenate(rotated, -1).astype(x.dtype)
 
 
-def sample(model: Model, mesh: Mesh, parameters: Any, prompt: bytes, count: int, length: int) -> bytes:
-    """The prompt and `count` more bytes, drawn with a temperature of 0.7.
+def sample(model: Model, mesh: Mesh, parameters: Any, prompt: np.ndarray, count: int, length: int) -> bytes:
+    """`count` bytes after the tokens of the prompt, drawn with a temperature of 0.7.
 
     Every byte runs the model over the whole `length`, to stay short: `decode.py` keeps a cache of keys and values.
     """
@@ -142,10 +142,10 @@ def sample(model: Model, mesh: Mesh, parameters: Any, prompt: bytes, count: int,
         key = jax.random.fold_in(jax.random.key(0), last)
         return jax.random.categorical(key, logits[0, last] / 0.7)
 
-    tokens, end = np.zeros(length, np.int32), min(len(prompt) + count, length - 1)
-    tokens[1 : len(prompt) + 1] = [*prompt]
-    for last in range(len(prompt), end):
+    tokens = np.zeros(length, np.int32)
+    tokens[: len(prompt)] = prompt
+    for last in range(len(prompt) - 1, len(prompt) + count - 1):
         laid_out = np.broadcast_to(tokens[order], (rows, length))
         array = jax.make_array_from_callback((rows, length), placed, laid_out.__getitem__)
         tokens[last + 1] = following(parameters, array, jnp.int32(last))
-    return bytes(tokens[1 : end + 1].tolist())
+    return bytes(tokens[len(prompt) : len(prompt) + count].tolist())

@@ -44,7 +44,6 @@ PRESETS = {
 }  # fmt: skip
 BUCKETS = 32
 """Parts of the context, in each of which the loss of held-out documents is averaged."""
-PROMPT = b"def "
 Losses = dict[int, float]
 """The loss of each step."""
 
@@ -179,8 +178,11 @@ def train(a: argparse.Namespace, corpus: text_corpus.Corpus, mesh: Mesh, say: Ca
     if say:
         result.positions = by_position(a, corpus, mesh, model, state["parameters"])
     if say and a.sample:
-        room = min(a.length, 256 * mesh.shape["sp"])
-        result.text = sample(model, mesh, state["parameters"], PROMPT, min(a.sample, room // 2), room)
+        room = min(a.length, 1024 * mesh.shape["sp"])
+        count = min(a.sample, room // 2)
+        prompt = max(corpus.held_out, key=len)[: room - count]
+        following = sample(model, mesh, state["parameters"], prompt, count, room)
+        result.text = prompt[-100:].tobytes() + b" [here the model goes on] " + following
     return result
 
 

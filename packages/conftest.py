@@ -62,6 +62,19 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """For a test of what XLA says while it compiles: JAX takes no program that an earlier run has kept."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.read("jax_enable_compilation_cache")
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Captures the logger "ringattn" at every level."""
     caplog.set_level(logging.DEBUG, logger="ringattn")

@@ -23,7 +23,9 @@ def test_core_needs_nothing_heavy():
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    texts = [ROOT / name for name in listed.split("\0") if name.endswith((".py", ".md", ".toml", ".yml", "run"))]
+    texts = [
+        ROOT / name for name in listed.split("\0") if name.endswith((".py", ".md", ".toml", ".yml", ".yaml", "run"))
+    ]
     assert len(texts) > 200
     found = {
         str(path.relative_to(ROOT)): match[0]
@@ -33,3 +35,14 @@ def test_no_file_names_a_registry_or_a_path_of_one_machine():
         if (match := MACHINE_PATH.search(text) or re.search("|".join(map(re.escape, REGISTRIES)), text))
     }
     assert not found
+
+
+def test_the_workflow_runs_the_sessions_that_ci_runs_and_hooks_have_the_versions_of_the_session_lint():
+    of_ci = set(re.findall(r"^section \w+ nox -s (\w+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert len(of_ci) > 5
+    assert {"quick", *re.findall(r"^ {10}- (\w+)(?:\(\w+\))?$", workflow, re.MULTILINE)} == of_ci
+    backends = re.search(r"^BACKENDS = \((.*)\)$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert backends and set(re.findall(r"conformance\((\w+)\)", workflow)) == set(re.findall(r"\w+", backends[1]))
+    pins = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["lint"])
+    assert set(re.findall(r"\[(\w+==[\w.]+)\]", (ROOT / ".pre-commit-config.yaml").read_text())) == pins

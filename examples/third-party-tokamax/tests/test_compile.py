@@ -27,6 +27,7 @@ from jax.experimental import topologies
 from ringattn_example_tokamax import kernel  # pyright: ignore[reportMissingImports]
 from tokamax._src import mosaic_gpu  # pyright: ignore[reportMissingImports]
 
+jax.config.update("jax_num_cpu_devices", 2)
 PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 MULTIPROCESSORS = {90: 132, 100: 148}
 DEVICE = """
@@ -42,13 +43,37 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_descriptio
 """
 
 
+def on(architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tokamax take this machine for one with such a GPU: a persistent kernel has a program for each core."""
+    monkeypatch.setattr(kernel, "architecture", lambda: architecture)
+    device = SimpleNamespace(core_count=MULTIPROCESSORS[architecture])
+    monkeypatch.setattr(mosaic_gpu, "backend", SimpleNamespace(get_default_device=lambda: device))
+
+
+@pytest.mark.parametrize("architecture", PRODUCT, ids="sm_{}a".format)
+def test_a_mesh_with_an_axis_of_heads_does_not_reach_the_kernels(architecture: int, monkeypatch: pytest.MonkeyPatch):
+    """Mosaic would take the axis "heads" of the grid for that of the mesh, and compute the heads of one device."""
+    on(architecture, monkeypatch)
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k, v = (jax.ShapeDtypeStruct((1, 96, 4, 64), jnp.bfloat16) for _ in range(3))
+
+    def gradients(q, k, v):
+        every = {"first": jnp.zeros((1, 1, 96), jnp.int32), "last": jnp.full((1, 1, 96), 95, jnp.int32)}
+        out, lse = kernel.forward(q, k, v, scale=0.125, **every)
+        return kernel.backward(q, k, v, out, lse, out, delta=lse, scale=0.125, causal=False, **every)
+
+    split = jax.sharding.PartitionSpec(None, None, "heads")
+    program = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=split, out_specs=split))
+    text = program.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 3
+    assert "device_id" not in text
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["ranges", "causal"])
 @pytest.mark.parametrize("architecture", PRODUCT, ids="sm_{}a".format)
 def test_both_passes_compile(architecture: int, causal: bool, monkeypatch: pytest.MonkeyPatch):
     cores = MULTIPROCESSORS[architecture]
-    monkeypatch.setattr(kernel, "architecture", lambda: architecture)
-    here = SimpleNamespace(get_default_device=lambda: SimpleNamespace(core_count=cores))
-    monkeypatch.setattr(mosaic_gpu, "backend", here)  # a persistent kernel has a program for each multiprocessor
+    on(architecture, monkeypatch)
     described = DEVICE.format(cores=cores, major=architecture // 10)
     topology = topologies.get_topology_desc("", "cuda", target_config=described, topology="1x1x1")
     on_it = jax.sharding.SingleDeviceSharding(topology.devices[0])

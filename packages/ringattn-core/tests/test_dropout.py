@@ -42,6 +42,7 @@ def test_a_probability_counts_in_steps_of_2_to_the_minus_16(probability: float) 
     assert Rule(1.0, dropout_prob=probability).dropout_prob == threshold(probability) / 2**16
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("heads", [1, 2])
 def test_xla_simplifies_the_key_that_all_rows_of_a_vmap_share(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
     def keys_of(seed: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the PTX of the Hopper kernels, without debug lines, to a folder. No GPU is needed.
 
-`JAX_PLATFORMS=cpu PYTHONPATH=tests python packages/ringattn-triton/tests/kernel_texts.py FOLDER [CASE ...]`
+`JAX_PLATFORMS=cpu python packages/ringattn-triton/tests/kernel_texts.py FOLDER [CASE ...]`
 
 A change that should change no kernel leaves `diff -r` of the folders before and after empty.
 """
@@ -14,11 +14,10 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import random_blocks
-from compile_reports import _calls, _fields
 from ringattn_core.contract.protocol import Block, Partial
+from ringattn_testing import random_blocks
 from ringattn_triton.block_kernel import KERNEL
-from ringattn_triton.launch import compiling_for
+from ringattn_triton.launch import compiled, compiling_for
 
 LENGTH: Final = 8192
 CAUSAL: Final[dict[str, Any]] = {"causal": True}
@@ -50,13 +49,11 @@ class _Zeros:
         return np.broadcast_to(np.float32(0), size)
 
 
-def programs(case: dict[str, Any]) -> list[Any]:
-    """The forward pass that continues nothing, and the backward pass, lowered for an H100."""
+def traced(case: dict[str, Any]) -> list[Any]:
+    """The forward pass that continues nothing, or begins from sinks, and the backward pass."""
     fields = {"heads": 16, "dtype": jnp.bfloat16} | case
     length, sinks, fused = (fields.pop(n, x) for n, x in (("length", LENGTH), ("sinks", False), ("fused", False)))
-    if fused:
-        fields["fused_backward"] = True
-    block = random_blocks.make_block(1, length, length, **fields)
+    block = random_blocks.make_block(1, length, length, **fields, **({"fused_backward": True} if fused else {}))
     rows = jax.ShapeDtypeStruct((1, block.q.shape[2], length), jnp.float32)
     dout = jax.ShapeDtypeStruct((*block.q.shape[:3], block.value_dim), block.q.dtype)
 
@@ -66,19 +63,25 @@ def programs(case: dict[str, Any]) -> list[Any]:
     def backward(block: Block, dout: Any, lse: Any) -> Any:
         return KERNEL.backward(block, dout, lse, lse, None)
 
-    with compiling_for(90):
-        traced = [jax.jit(forward).trace(block, rows), jax.jit(backward).trace(block, dout, rows)]
-        return [x.lower(lowering_platforms=("cuda",)) for x in traced[: 1 if sinks else 2]]
+    found = [jax.jit(forward).trace(block, rows)]
+    return found if sinks else [*found, jax.jit(backward).trace(block, dout, rows)]
 
 
-def texts(lowered: Any) -> list[tuple[str, str]]:
-    """The name and the PTX of each kernel that a program launches."""
-    found = []
-    for message in _calls(lowered.compiler_ir().operation):
-        call = _fields(message)
-        ptx = _fields(_fields(call[1])[1])[4].decode()
-        lines = [line for line in ptx.split("\t.section\t.debug")[0].splitlines() if not _DEBUG.match(line)]
-        found.append((call[4].decode(), "\n".join(re.sub(r"\s*//.*|\$L__\w+", "", line) for line in lines)))
+def texts(program: Any) -> dict[str, str]:
+    """The PTX of each kernel that a traced program launches, compiled anew, without debug lines."""
+    found, original = {}, compiled.compile_kernel
+
+    def kept(call: Any, *rest: Any) -> Any:
+        made = original.__wrapped__(call, *rest)
+        lines = [line for line in made.code.split("\t.section\t.debug")[0].splitlines() if not _DEBUG.match(line)]
+        found[call.name] = "\n".join(re.sub(r"\s*//.*|\$L__\w+", "", line) for line in lines)
+        return made
+
+    compiled.compile_kernel = kept
+    try:
+        program.lower(lowering_platforms=("cuda",))
+    finally:
+        compiled.compile_kernel = original
     return found
 
 
@@ -90,10 +93,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     random_blocks.np.random.default_rng = lambda _: _Zeros()
     for name in names:
-        for number, lowered in enumerate(programs(CASES[name])):
-            for kernel, text in texts(lowered):
-                (folder / f"{name}-{number}-{kernel}.ptx").write_text(text)
-                print(name, kernel, len(text), flush=True)
+        with compiling_for(90):
+            for number, program in enumerate(traced(CASES[name])):
+                for kernel, text in texts(program).items():
+                    (folder / f"{name}-{number}-{kernel}.ptx").write_text(text)
+                    print(name, kernel, len(text), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def attention(q, scale, first, last, causal):
     return get_backend(name), config, tuple(arrays)
 
 
-def forward(q, k, v, *, scale, first, last, causal):
+def forward(q, k, v, *, scale, first, last, causal=False):
     mask = {"first": first, "last": last, "causal": causal}
     if scale < 0:  # the CuTe kernels return NaN for negative scales
         return forward(-q, k, v, scale=-scale, **mask)

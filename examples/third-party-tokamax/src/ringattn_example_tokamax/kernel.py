@@ -4,6 +4,7 @@
 import functools
 import importlib
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def of_tokamax(name):
     return importlib.import_module(f"tokamax._src.ops.attention.pallas_mosaic_gpu_{name}_sm{architecture()}")
 
 
-def seeing_no_mesh(compute):
+def seeing_no_mesh(compute) -> Any:
     """`compute` as a JAX primitive, which sees no mesh; `like` has arrays with the shapes and dtypes of the results.
 
     Mosaic refuses arrays that vary over mesh axes. And it takes "heads" or "wg", axes of tokamax's grids, for the
@@ -68,7 +69,7 @@ def seeing_no_mesh(compute):
     return call
 
 
-def padded(x, axis, fill=0):
+def padded(x, axis, fill=0.0):
     pads = [(0, -x.shape[i] % TILE if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, pads, constant_values=fill)
 
@@ -126,7 +127,7 @@ def cotangent_and_output_of(dout, delta):
     return jnp.where(there, value, dout), out
 
 
-def forward(q, k, v, *, scale, first, last, causal):
+def forward(q, k, v, *, scale, first, last, causal=False):
     if scale < 0:  # tokamax multiplies the largest product by the scale
         return forward(-q, k, v, scale=-scale, first=first, last=last, causal=causal)
     (batch, length, heads, _), size = q.shape, v.shape[-1]

@@ -2,7 +2,6 @@
 """What layers beside attention need of a ring: tokens of neighbours, entries of a cache, a batch in layout order."""
 
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -252,9 +251,9 @@ def _moved(x: Any, ids: Any, ring: tuple[Any, AxisName, str], places: tuple[int,
 def _filling(fill: Any, dtype: Any) -> Any:
     """`fill` as a Python number; raises unless an array of this dtype can hold it. It may round fractions."""
     fill, fits = static("fill", fill), False
-    if isinstance(fill, numbers.Real) and jnp.issubdtype(dtype, jnp.inexact):
+    if isinstance(fill, int | float) and jnp.issubdtype(dtype, jnp.inexact):
         fits = not math.isfinite(fill) or abs(fill) <= float(jnp.finfo(dtype).max)
-    elif isinstance(fill, numbers.Real):
+    elif isinstance(fill, int | float):
         least, most = (0, 1) if dtype == jnp.bool_ else (int(x) for x in (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max))
         fits = least <= fill <= most and fill == int(fill)
     if not fits:

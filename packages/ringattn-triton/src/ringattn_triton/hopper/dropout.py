@@ -45,16 +45,16 @@ def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLA
 
 
 @gluon.jit
-def draws(P, batch, start, tile, counter, key, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr):
+def draws(P, batch, start, tile, counter, key, OWN_DRAWS: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr):
     """The dropout bits of a consumer's tile in the forward pass: two arrays of words, each `[32, KV_TILE / 2]`.
 
     Every four entries have a word of each array. The consumer's queries begin at query `start` of the block, and
-    `counter` is their `counter_of_queries`. If `APART`, each entry has a draw of its own; its 16 bits go to the place
-    in the two words that they would have in a shared draw.
+    `counter` is their `counter_of_queries`. If `OWN_DRAWS`, each entry has a draw of its own; its 16 bits go to the
+    place in the two words that they would have in a shared draw.
     """
     rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(KV_TILE)))
     columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, of_draws(KV_TILE)))
-    if APART:
+    if OWN_DRAWS:
         i = start + (rows >> 3) * 16 + (rows & 7)
         j = tile * KV_TILE + (columns >> 3) * 16 + (columns & 7)
         first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, of_draws(KV_TILE))

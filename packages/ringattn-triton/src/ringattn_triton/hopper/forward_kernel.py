@@ -18,7 +18,7 @@ from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
 from .hardware_barriers import arrive_at, begin, read_number, wait_at, wait_until_full
-from .head_tiles import apart, layout_of, place_of, places_of_heads, product_of_heads, rows_of
+from .head_tiles import in_two_pieces, layout_of, place_of, places_of_heads, product_of_heads, rows_of
 from .pipeline import ForwardMemory, next_turn, produce, read
 from .plans import CONSUMER_ROWS
 from .positions import of_keys, of_queries
@@ -62,7 +62,7 @@ def forward(
         # One place is enough for the second piece of values: there is time to fetch the piece anew (`with_values`).
         places_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if apart(F.value_dim) else 0,
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if in_two_pieces(F.value_dim) else 0,
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         positions,
@@ -70,7 +70,7 @@ def forward(
     begin(shared.q_full, PLAN.q_places)
     begin(shared.k_full, PLAN.stages)
     begin(shared.v_full, PLAN.stages)
-    if apart(F.value_dim):
+    if in_two_pieces(F.value_dim):
         begin(shared.rest_full, 1)
     begin(shared.turns_full, 2)
     BEFORE = (OUT_BEFORE, LSE_BEFORE)
@@ -195,7 +195,7 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
         acc = finished(acc)
         if done > 0:
             arrive_at("v_empty", before, PLAN)
-            if apart(F.value_dim):
+            if in_two_pieces(F.value_dim):
                 arrive_at("rest_empty", 0, PLAN)
             written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN)
         acc = no_sums(F.value_dim)
@@ -256,26 +256,26 @@ def _pass_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _other_steps(
-    softmax, rows, shared, taken, masked, whole, NUMBER: gl.constexpr, P, APART: gl.constexpr, F: gl.constexpr,
+    softmax, rows, shared, taken, masked, whole, NUMBER: gl.constexpr, P, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Computes the key tiles of a turn after its first. `APART`: each entry has a dropout draw of its own."""
+    """Computes the key tiles of a turn after its first. `OWN_DRAWS`: each entry has a dropout draw of its own."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
-            softmax = _continued(softmax, rows, shared, taken, NUMBER, P, APART, F, True, PLAN)
+            softmax = _continued(softmax, rows, shared, taken, NUMBER, P, OWN_DRAWS, F, True, PLAN)
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        softmax = _continued(softmax, rows, shared, taken, NUMBER, P, APART, F, False, PLAN)
+        softmax = _continued(softmax, rows, shared, taken, NUMBER, P, OWN_DRAWS, F, False, PLAN)
         taken += 1
     return softmax, taken
 
 
 @gluon.jit
 def _continued(
-    softmax, rows, shared, taken, NUMBER: gl.constexpr, P, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
-    PLAN: gl.constexpr,
+    softmax, rows, shared, taken, NUMBER: gl.constexpr, P, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
+    MASKED: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: computes a key tile's scores together with the last tile's weighted values."""
     last = taken - 1
@@ -293,7 +293,7 @@ def _continued(
     away = 0
     if not LATE:
         away = of_keys(shared, taken, F, PLAN)
-    drawn = _drawn(shared, taken, P, rows, APART, F, PLAN)
+    drawn = _drawn(shared, taken, P, rows, OWN_DRAWS, F, PLAN)
     s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
     arrive_at("k_empty", taken % PLAN.stages, PLAN)
     s = after_arrival(s, accumulators(F.value_dim))
@@ -301,7 +301,7 @@ def _continued(
     if LATE:
         away = of_keys(shared, taken, F, PLAN)
     s, base, tops, shrink = scored(s, softmax.tops, rows, keys, bias, away, F, MASKED, PLAN)
-    if apart(F.value_dim):
+    if in_two_pieces(F.value_dim):
         # The second piece of values has one place, and its product began first. If the place is freed before the
         # exponentials, it is filled again while the other consumer computes.
         acc = acc[0], warpgroup_mma_wait(1, deps=[acc[1]])
@@ -360,10 +360,10 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
-def _drawn(shared, taken, P, rows, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+def _drawn(shared, taken, P, rows, OWN_DRAWS: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The dropout bits of key tile number `taken`, in the two words of `dropout.draws`; zeros without dropout."""
     if F.dropout:
         tile = read_number(shared.tiles.index(taken % PLAN.stages), 4)
-        return draws(P, rows.batch, rows.start, tile, rows.counter, rows.head.dropout_key, APART, F, PLAN.kv_tile)
+        return draws(P, rows.batch, rows.start, tile, rows.counter, rows.head.dropout_key, OWN_DRAWS, F, PLAN.kv_tile)
     else:
         return 0, 0

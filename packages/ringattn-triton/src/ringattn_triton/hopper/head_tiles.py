@@ -31,7 +31,7 @@ def piece(dim, number):
 
 
 @gluon.constexpr_function
-def apart(dim):
+def in_two_pieces(dim):
     """Whether a head of `dim` dimensions lies in shared memory as two pieces, of 128 and 64, allocated apart."""
     return 128 < dim <= 192
 
@@ -39,13 +39,13 @@ def apart(dim):
 @gluon.constexpr_function
 def stored_width(dim, number):
     """How many dimensions, with padding, piece `number` of a head of `dim` dimensions has in shared memory."""
-    return (128, 64)[number] if apart(dim) else max(16, 1 << (dim - 1).bit_length())
+    return (128, 64)[number] if in_two_pieces(dim) else max(16, 1 << (dim - 1).bit_length())
 
 
 @gluon.constexpr_function
 def padded_size(dim):
     """The head size `dim` rounded up to a power of two, or to 192 where the head lies in two pieces."""
-    return stored_width(dim, 0) + (stored_width(dim, 1) if apart(dim) else 0)
+    return stored_width(dim, 0) + (stored_width(dim, 1) if in_two_pieces(dim) else 0)
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def places_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr,
     There are `COUNT` places for the first piece, and `REST` places for the second piece, if the head has two.
     """
     places = (_places_of_piece(TYPE, COUNT, ROWS, stored_width(DIM, 0)),)
-    if apart(DIM):
+    if in_two_pieces(DIM):
         places += (_places_of_piece(TYPE, REST, ROWS, stored_width(DIM, 1)),)
     return places
 
@@ -85,7 +85,7 @@ def tiles_of_heads(
     `HEAD` and `TOKEN` are the strides of its first two axes. A tile is `[1, TILE, width of the piece]`.
     """
     found = ()
-    for number in gl.static_range(2 if apart(DIM) else 1):
+    for number in gl.static_range(2 if in_two_pieces(DIM) else 1):
         found += (tiles_of_piece(base, HEADS, ROWS, DIM, HEAD, TOKEN, TILE, stored_width(DIM, number)),)
     return found
 

@@ -11,9 +11,9 @@ from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .bias_tiles import group_of, tiles_of_bias
 from .hardware_barriers import read_number, wait_at, wait_until_full, write_number
 from .head_tiles import (
-    apart,
     fetch_heads,
     fetch_piece,
+    in_two_pieces,
     padded_size,
     place_of,
     stored_width,
@@ -287,7 +287,7 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
         wait_at("v_empty", place, PLAN)
     mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
     fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[0].index(place), 0)
-    if apart(F.value_dim):
+    if in_two_pieces(F.value_dim):
         full = shared.rest_full.index(0)
         if number >= 1:
             wait_at("rest_empty", 0, PLAN)

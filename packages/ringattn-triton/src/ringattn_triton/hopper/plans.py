@@ -74,39 +74,43 @@ class ForwardPlan:
 class BackwardPlan:
     """The tile sizes, places and registers of the one-pass backward kernel, and how it divides the work.
 
-    `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
-    computes both, for half of the keys. `masked`: some tiles may need a mask. `ordered`: turns add to dq in the order
-    in which they are taken, so that every run gives the same bits. `heads_inside`: a turn visits a query tile for all
-    heads of its group before the next tile, not all tiles for a head first. `upwards` (`backward_turns.steps_of`): all
-    but the heads that run last take the turns of their last keys first. `interleaved` (`backward_turns.take_turn`):
-    short turns of some heads are taken between the long turns of the next. `abreast`: how many neighbouring key tiles
-    of a head begin together. `of_queries`: which numbers a step reads of each query besides lse and delta: "distance"
-    from the first query of the tile, the "first" and "last" position that it sees, "segment". `subtracting`: the tensor
-    cores subtract lse and delta (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared
-    memory. `strip_rows`: a launch computes so many key tiles and stores their ds; 0: it computes all key tiles and
-    stores no ds.
+    What follows from the head size alone (`BACKWARD`). `stages`, `dout_stages`: places of queries and of dout. `wide`:
+    one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer computes
+    both, for half of the keys.
+
+    What follows from the call, and is set once, by `turn_order.arranged` or `backward.backward`. `ordered`: turns add
+    to dq in the order in which they are taken, so that every run gives the same bits. `heads_inside`: a turn visits a
+    query tile for all heads of its group before the next tile, not all tiles for a head first. `upwards`
+    (`backward_turns.steps_of`): all but the heads that run last take the turns of their last keys first. `interleaved`
+    (`backward_turns.take_turn`): short turns of some heads are taken between the long turns of the next. `abreast`: how
+    many neighbouring key tiles of a head begin together. `masked`: some tiles may need a mask. `of_queries`: which
+    numbers a step reads of each query besides lse and delta: "distance" from the first query of the tile, the "first"
+    and "last" position that it sees, "segment". `subtracting`: the tensor cores subtract lse and delta
+    (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared memory. `strip_rows`: a launch
+    computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no ds.
     """
 
     q_tile: int
+    kv_tile: int = 128
     wide: bool = False
-    masked: bool = False
+    stages: int = 2
+    """Two, as the writers alternate, and steps use places and barriers in turn."""
+    dout_stages: int = 2
+    """As many as `stages`, unless `wide`."""
+    registers: int = 240
+    """Registers of a consumer's thread while the program runs: more than at the start, because the other warps release
+    theirs."""
+
     ordered: bool = False
     heads_inside: bool = False
     upwards: bool = False
     interleaved: bool = False
     abreast: int = 1
+    masked: bool = False
     of_queries: tuple[str, ...] = ()
     subtracting: bool = False
     stored: bool = False
     strip_rows: int = 0
-    kv_tile: int = 128
-    stages: int = 2
-    """Places of queries. Two, as the writers alternate, and steps use places and barriers in turn."""
-    dout_stages: int = 2
-    """Places of dout: as many as `stages`, unless `wide`."""
-    registers: int = 240
-    """Registers of a consumer's thread while the program runs: more than at the start, because the other warps release
-    theirs."""
 
     @property
     def dout_first(self) -> int:

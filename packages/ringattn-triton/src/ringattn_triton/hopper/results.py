@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
 from .hardware_barriers import arrive_at
-from .head_tiles import apart, dims_of, layout_of, rows_of
+from .head_tiles import dims_of, in_two_pieces, layout_of, rows_of
 from .pipeline import read
 from .plans import CONSUMER_ROWS
 from .sums import accumulators, first_of, of_dims, width_of
@@ -101,7 +101,7 @@ def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
     # to have sixteen. A bias leaves no shared memory for the exchange, nor do values in two pieces.
     WIDTH: gl.constexpr = out.shape[1]
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not apart(F.value_dim)
+    EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not in_two_pieces(F.value_dim)
     WRITTEN: gl.constexpr = in_sixteens(WIDTH) if EXCHANGED else layout_of(WIDTH)
     out_at, within = offsets(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)

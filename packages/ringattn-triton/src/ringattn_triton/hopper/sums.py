@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.core import float32, inline_asm_elementwise
 
 from .hardware_barriers import phase_of, wait_until_full
-from .head_tiles import apart, dims_of, layout_of, left_of, piece, product_count, rows_of
+from .head_tiles import dims_of, in_two_pieces, layout_of, left_of, piece, product_count, rows_of
 from .plans import CONSUMER_ROWS
 from .softmax import unpacked
 from .workarounds import opaque_zero
@@ -22,7 +22,7 @@ from .workarounds import opaque_zero
 @gluon.constexpr_function
 def accumulators(dim):
     """The number of accumulators for a head of `dim` dimensions, one or two: more would be too narrow to be fast."""
-    return 2 if apart(dim) or product_count(dim) == 2 else 1
+    return 2 if in_two_pieces(dim) or product_count(dim) == 2 else 1
 
 
 @gluon.constexpr_function
@@ -34,7 +34,7 @@ def first_of(dim, number):
 @gluon.constexpr_function
 def width_of(dim, number):
     """How many dimensions, with padding, accumulator `number` of a head of `dim` dimensions has."""
-    if apart(dim) and number == 1:
+    if in_two_pieces(dim) and number == 1:
         return max(32, 1 << (dim - 128 - 1).bit_length())
     return piece(dim, number)[1] if accumulators(dim) == 2 else 1 << (dim - 1).bit_length()
 
@@ -53,10 +53,10 @@ def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PL
     """Begins to add the weighted values of key tile number `last` to the accumulators, one product for each.
 
     If `there`, it first waits until the values have arrived in `place`. Otherwise no such tile exists, and it
-    multiplies what lies in the place; the caller drops the result. Of two pieces that lie `apart`, the second has only
-    one place. Its product comes first, so that the place is empty sooner.
+    multiplies what lies in the place; the caller drops the result. Of two pieces, the second has only one
+    place. Its product comes first, so that the place is empty sooner.
     """
-    if apart(DIM):
+    if in_two_pieces(DIM):
         if there:
             wait_until_full(shared.rest_full, last, 1)
         rest = _added(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)

@@ -24,10 +24,10 @@ _IN_CACHE: Final = 2**25
 size, turns that go upwards take 0.93 to 0.98 of the time that they take downwards, at twice the size 1.03."""
 _ABREAST: Final = 16
 """The most neighbouring key tiles that begin together where `_abreast` allows it."""
-_APART: Final = 16
+_STEPS_SHORTER: Final = 16
 """The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
 turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
-_INTERLEAVED_APART: Final = 1.9
+_STEPS_BETWEEN: Final = 1.9
 """How many steps apart interleaved turns of a head begin, at least. A call with gradients then takes 0.69 to 0.95 of
 the time (heads of 192 and 256, 2k to 8k tokens); with half as many steps, 1.04 to 1.1, because turns wait for each
 other."""
@@ -126,20 +126,20 @@ def _heads_interleaved(block: Block, constants: BlockConstants, plan: BackwardPl
     run side by side if their number does not divide by it.) Heads up to 128 hand tiles of dq over faster: interleaved,
     they take up to 1.05 times as long as upwards.
     """
-    heads = power_of_two(math.ceil(_INTERLEAVED_APART * PROGRAMS / _steps_of_all(constants, plan)))
+    heads = power_of_two(math.ceil(_STEPS_BETWEEN * PROGRAMS / _steps_of_all(constants, plan)))
     return heads if plan.wide and heads <= _heads_in_cache(constants) and sparsity.causal_alone(block) else 0
 
 
 def _abreast(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
-    Under a causal mask, neighbouring turns that begin together end `apart` steps apart, and so the next ones would
+    Under a causal mask, neighbouring turns that begin together end `shorter` steps apart, and so the next ones would
     begin. With many heads in a group, each turn would then read its query tiles from memory. If the 32nd part of a
     head's turns begins together, a call with gradients takes 0.94 to 1.01 of the time (H200); with twice as many, up
     to 1.04, because the first of them waits for the last. Heads above 128 gain nothing.
     """
-    apart = constants.group * plan.kv_tile // plan.q_tile
-    gains = apart >= _APART and sparsity.causal_alone(block) and not (plan.wide or constants.by_head)
+    shorter = constants.group * plan.kv_tile // plan.q_tile
+    gains = shorter >= _STEPS_SHORTER and sparsity.causal_alone(block) and not (plan.wide or constants.by_head)
     return min(max(_turns_of_head(constants, plan) // 32, 1), _ABREAST) if gains else 1
 
 
