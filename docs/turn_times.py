@@ -116,7 +116,7 @@ def list_visits(
     for number in range(COUNT):
         turn = take_turn(turns, T, PLAN)
         row, head, _ = owned(turn, T, 1)
-        steps = steps_of(turn, row, 0, turns, T, PLAN)
+        steps = steps_of(turn, row, 0, 0, turns, T, PLAN)
         for step in range(T.columns):
             at = VISITS + (number * T.columns + step) * 4
             gl.store(at, head)
@@ -124,7 +124,7 @@ def list_visits(
             if step < steps.before + steps.whole + steps.after:
                 tile = tile_at(steps, step, T, PLAN)
                 gl.store(at + 2, tile)
-                gl.store(at + 3, rank_of(tile, turn, row, 0, turns, T, PLAN))
+                gl.store(at + 3, rank_of(tile, turn, row, 0, 0, turns, T, PLAN))
             else:
                 gl.store(at + 2, -1)
                 gl.store(at + 3, -1)

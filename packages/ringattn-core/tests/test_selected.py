@@ -81,7 +81,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "groups"), zip(OTHERS, (K, N, K, 1, N) * 4, strict=False))
+@pytest.mark.parametrize(("name", "groups"), [*zip(OTHERS, (K, N, K, 1, N) * 4, strict=False)])
 def test_chosen_keys_stay_with_their_queries_beside_every_option(name: str, groups: int) -> None:
     options, ids = {"mesh": mesh_of(sp=4), "axis_name": "sp", **OTHERS[name]}, jnp.asarray(drawn_ids(groups, 6, 3))
     layout, ranks = options.get("layout", "contiguous"), 4

@@ -135,3 +135,26 @@ def test_it_sends_what_is_fewer_bytes(capsys: pytest.CaptureFixture[str], tokens
         "keys": 3 * 2 * 16 * 2 * (16 + 8) * 2,
         "queries": 3 * 2 * tokens // 4 * 4 * (16 * 2 + 8 * 4 + 12),
     }
+
+
+def test_a_choice_of_blocks_is_told_in_pairs_blocks_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "explain --query 1,4096,16,8 --kv 4096,2 --ring 2 --causal --selected 4x64 --json"
+    assert main(words.split()) == 0
+    told = json.loads(capsys.readouterr().out)["selected"]
+    assert told["blocks of the sequence"] == 64
+    index = np.arange(4096)
+    share = np.minimum(index + 1, 256).sum() / (index + 1).sum()
+    assert told["pairs that are left"] == f"{100 * share:.2g}%"
+    assert told["ids of one rank, one group for each key head"] == 2048 * 2 * 4 * 4
+    assert told["bits of one rank and hop"] == 2048 * 2 * 4  # 32 blocks of a shard in a word
+    row = next(row for row in told["visited"] if row["queries of a tile"] == 16)
+    assert row["at least"] == 4 and row["independent choices"] == round(64 * (1 - (60 / 64) ** 16))
+    assert main([word for word in words.split() if word != "--json"]) == 0
+    assert "4 blocks of 64 keys for each query" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["16", "0x4", "4x", "4x4x4"])
+def test_a_choice_that_cannot_be_read_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*CALL, "--selected", wrong])
+    assert "it needs COUNTxSIZE, such as 16x128" in capsys.readouterr().err

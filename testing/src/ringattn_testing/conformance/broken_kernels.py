@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from ringattn_core import Block, Gradients, Partial
-from ringattn_core.contract.bits import packed
+from ringattn_core.contract.bits import packed, unpacked
 from ringattn_core.masks.reach import INT32_MAX, INT32_MIN, moved
 
 from ringattn_testing.conformance.reference_kernels import Dense, Gathered, Gathering, of_pairs
@@ -154,6 +154,17 @@ def range_by_key_head(block: Block) -> Block:
 
 def bits_of_the_first_head(block: Block) -> Block:
     return block if block.bits_of_head is None else but(block, bits_of_head=0 * block.bits_of_head)
+
+
+def bits_of_the_block_before(block: Block) -> Block:
+    if block.bits is None:
+        return block
+    seen = unpacked(block.bits, -(-block.kv_length // block.grain))
+    return but(block, bits=packed(jnp.roll(seen, 1, -1)))
+
+
+def bits_of_the_next_set(block: Block) -> Block:
+    return block if block.bits is None else but(block, bits=jnp.roll(block.bits, -1, 1))
 
 
 def bits_by_key_head(block: Block) -> Block:

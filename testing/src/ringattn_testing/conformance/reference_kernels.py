@@ -244,7 +244,8 @@ def gather(options: dict[str, Any]) -> Gathered:
     bias, mask, slopes, seed = (options[n] for n in ("bias", "attention_mask", "alibi_slopes", "dropout_seed"))
     of_head = jnp.asarray(built.of_head, jnp.int32)[heads] if sees.masks else None
     dense = None if mask is None else jnp.take(mask, kv_index[0], 3)
-    words, set_of_head = bits.of_masks(sees.masks, of_head, dense, rows, columns)
+    seen = bits.of_masks(sees.masks, of_head, dense, rows, columns)
+    words, set_of_head = (None, None) if seen is None else seen[:2]
     block = Block(
         q=q, kv=kv, first=sees.first, last=sees.last, q_positions=rows.positions, kv_positions=columns.positions,
         q_index=q_index, kv_index=kv_index, batch_index=batch, head_index=heads,

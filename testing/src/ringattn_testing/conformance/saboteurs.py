@@ -197,6 +197,19 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
         Broken("All heads of a group have the bits of the first of the group.", broken.bits_by_key_head),
         (_point("mask-of-heads"),), _PLAIN,
     ),
+    "chosen-blocks-one-off": Sabotage(
+        Broken("A query sees the block after each that it chose.", broken.bits_of_the_block_before),
+        (_point("selected-keys"), _point("selected-blocks")), _point("causal"),
+    ),
+    "chosen-blocks-of-the-next-group": Sabotage(
+        Broken("The heads of a group see what the next group chose.", broken.bits_of_the_next_set),
+        (_point("selected-of-others"),), _point("selected-keys"),
+    ),
+    "choice-lost-under-grad": Sabotage(
+        Broken("The backward pass forgets which blocks were chosen.",
+               lambda block: but(block, bits=None, bits_of_head=None, grain=1), BACKWARD),
+        (_point("selected-keys"), _point("selected-64")), _point("causal"),
+    ),
     "tiles-by-the-first-head": Sabotage(
         broken.TilesOfTheFirstHead("Tiles that the first head does not see are skipped for all heads."),
         (_point("range-heads"),), _point("range-gaps"),
@@ -297,7 +310,9 @@ def backend_of(name: str, kernel: Any) -> Backend:
         return Backend(name, 1, ("cpu",), frozenset(Feature), kernel=here)
     if isinstance(kernel, Flash):
         return Backend(name, 1, ("cpu",), kernel.features, kernel=here)
-    return Backend(name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS, Feature.KEY_RANGE}, ring=here)
+    return Backend(
+        name, 1, ("cpu",), frozenset(Feature) - {Feature.MAX_LOGITS, Feature.KEY_RANGE, Feature.SELECTED}, ring=here
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
