@@ -96,7 +96,8 @@ def test_the_header_names_versions_backends_and_variables(said: str):
     assert "ringattn: python" in said
     for name in ("jaxlib", "numpy", "pytest", "pytest-xdist", "ringattn-core", "ringattn-xla", "ringattn-conformance"):
         assert f", {name} " in said
-    assert "ringattn backend: own\n" in said
+    assert "ringattn backend: own, registered in this process\n" in said
+    assert f"ringattn suite: {Path(plugin.__file__).parent}\n" in said
     assert "RINGATTN_TYPO=1" in said
 
 

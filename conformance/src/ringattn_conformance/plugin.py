@@ -132,7 +132,8 @@ def tested(name: str) -> str:
     from .origins import file_of
 
     registration = discovery.get(name)
-    return f" {registration.version} from {file_of(registration) or registration.distribution}"
+    file = file_of(registration)
+    return f", registered in {registration.distribution}" if file is None else f" {registration.version} from {file}"
 
 
 def unusable(name: str) -> str | None:

@@ -62,6 +62,20 @@ class HashOfTheMoment(Broken):
         return self.count
 
 
+class KeptUnderTooShortAKey(Broken):
+    """A kernel that computes with the dropout of the first call of each shape."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault, self.as_kept)
+        self.kept: dict[Any, float] = {}
+
+    def as_kept(self, block: Block) -> Block:
+        if not block.rule.dropout_prob:
+            return block
+        first = self.kept.setdefault((block.q.shape, block.k.shape, block.q.dtype), block.rule.dropout_prob)
+        return with_rule(dropout_prob=first)(block)
+
+
 class MaskedByALowNumber(Broken):
     def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
         s, slope = super().scores(block)
@@ -188,6 +202,11 @@ def other_dropout_in_half(block: Block) -> Block:
     if block.seed is None or block.q.dtype == jnp.float32:
         return block
     return but(block, seed=block.seed + jnp.uint32(1))
+
+
+def other_dropout_under_x64(block: Block) -> Block:
+    wide = block.seed is not None and jax.config.read("jax_enable_x64")
+    return but(block, seed=block.seed + jnp.uint32(1)) if wide else block
 
 
 def seed_of_the_first_row(block: Block) -> Block:

@@ -263,7 +263,6 @@ POSITIONS: Final = {
     "With a dense mask in float16 `causal` is ignored": Break(lost("causal", has("mask", and_also=float16))),
     "On one rank `causal` is ignored in float16": Break(
         lost("causal", in_dtype("float16", alone)),
-        core=False,
     ),
     "Chunks compare indices where positions are given": Break(
         masked("chunk", lambda block, right: chunk_from(block, indices(block))),
@@ -314,9 +313,7 @@ POSITIONS: Final = {
     ),
     "Of an odd number of keys the last is left out in bfloat16": Break(without_tail(2, bfloat16)),
     "The keys after the last multiple of 8 are left out in half precision": Break(without_tail(8, half)),
-    "The keys after the last multiple of 128 are left out in half precision": Break(
-        without_tail(128, half), core=False
-    ),
+    "The keys after the last multiple of 128 are left out in half precision": Break(without_tail(128, half)),
 }
 IDS: Final = {
     "Segment ids have 8 bits": Break(of_ids(through(np.uint8))),

@@ -277,7 +277,6 @@ RESULTS: Final = {
             lambda block, out, lse: (out, lse.astype(DTYPES[block.case.dtype]).astype(float)),
             lambda block: half(block) and block.placement.ring == 1,
         ),
-        core=False,
     ),
     "In float16 the sum of weighted values is rounded before it is divided by the sum of the weights": Break(
         wrong_in("forward", overflowing_values),
@@ -320,7 +319,6 @@ RESULTS: Final = {
                 own if block.case.fused_backward and bfloat16(block) and block.q.shape[-1] > 128 else dq + own
             ),
         ),
-        core=False,
     ),
     "`dk` of a key head is the mean over its query heads; `dv` is right": Break(
         of_gradients("dk", lambda block, dk: dk / block.group),

@@ -81,7 +81,6 @@ SIZES: Final = {
     ),
     "The output of blocks of one key is doubled in one dtype": Break(
         doubled_with_one_key(bfloat16),
-        core=False,
         rarer=tuple((name, doubled_with_one_key(dtype(name))) for name in ("float16", "float32")),
     ),
     "Of five key heads the last is zero": Break(

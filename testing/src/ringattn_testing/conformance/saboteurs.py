@@ -60,6 +60,8 @@ _DECODE: Final = "test_inference::test_decoding_from_a_cache[{}-%s]"
 _MESH: Final = "test_transforms::test_a_mesh_that_splits_batch_and_heads_too[{}-ring2-contiguous-data2-heads2]"
 _VMAP: Final = "test_transforms::test_one_more_axis_by_vmap[{}-vmap-of-grad]"
 _SCAN: Final = "test_transforms::test_a_scan_over_layers_is_the_layers_one_by_one[{}]"
+_WIDE: Final = "test_numerics::test_with_numbers_of_64_bits_enabled_nothing_changes[{}-dropout]"
+_IN_TURN: Final = "test_sequences::test_a_call_with_one_option_changed_and_then_the_first_again[{}-core]"
 _WELL_FORMED: Final = "test_protocol::test_what_is_registered_is_well_formed[{}]"
 _INERT: Final = "test_protocol::test_importing_the_descriptor_imports_no_kernel_and_touches_no_device[{}]"
 _PLAIN: Final = _point("causal")
@@ -223,6 +225,14 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "other-dropout-in-half": Sabotage(
         Broken("Dropout draws other bits for narrow numbers.", broken.other_dropout_in_half),
         (_HALF_DROPOUT,), _DROPOUT,
+    ),
+    "other-dropout-under-x64": Sabotage(
+        Broken("With numbers of 64 bits dropout draws other bits.", broken.other_dropout_under_x64),
+        (_WIDE,), _PLAIN,
+    ),
+    "dropout-of-the-first-call": Sabotage(
+        broken.KeptUnderTooShortAKey("The key of a kept kernel lacks the probability of dropout."),
+        (_IN_TURN,), _PLAIN,
     ),
     "bias-gradient-dropped": Sabotage(
         Broken("The bias has no gradient.", gradients=broken.no_bias_gradient), (_point("bias"),), _PLAIN
