@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -164,9 +164,14 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def commands(only: Iterable[str], first: bool) -> list[tuple[list[str], bool]]:
+def chosen(only: Sequence[str]) -> list[str]:
+    """The promises with one of these words in their name, or all."""
+    return [name for name in PROMISES if not only or any(word in name for word in only)]
+
+
+def commands(only: Sequence[str], first: bool) -> list[tuple[list[str], bool]]:
     """The runs of pytest, and whether each is the suite's: its options must not reach other tests, nor theirs it."""
-    asked = [name for name in PROMISES if not [*only] or any(word in name for word in only)]
+    asked = chosen(only)
     suite = [f"ringattn_conformance.suite.{test}" for test in of_suite() if promise_of(test) in asked]
     tests = [test for name in asked for test in PROMISES[name].tests]
     base = [sys.executable, "-m", "pytest", "-q", "-s", "--tb=short", "-p", "ringattn_testing.quick", "-p", "no:xdist"]
@@ -221,24 +226,24 @@ def main(arguments: list[str] | None = None) -> int:
 
     runs = commands(asked.only, asked.first)
     with ThreadPoolExecutor(max(1, asked.workers)) as pool:
-        ended = list(pool.map(lambda part: run(*part, heard), runs))
+        ended = list(pool.map(lambda part: run(part[0], part[1], heard), runs))
     for code, printed in ended:
         if code:
             print("\n".join(printed[-150:]))
     print(" " * 40)
-    broken = 0
-    for name, found in ((name, verdicts[name]) for name in PROMISES if name in verdicts):
+    promises, kept = chosen(asked.only), 0
+    for name in promises:
+        found = verdicts[name]
         wrong = [verdict.test for verdict in found if verdict.outcome != "passed"]
-        broken += bool(wrong)
+        said = "BROKEN" if wrong else "kept" if found else "NOT RUN"
+        kept += said == "kept"
         seconds = sum(verdict.seconds for verdict in found)
-        print(f"{'BROKEN' if wrong else 'kept':7}{seconds:4.0f} s {len(found):4d} tests  {PROMISES[name].says}.")
+        print(f"{said:8}{seconds:4.0f} s {len(found):4d} tests  {PROMISES[name].says}.")
         print("".join(f"{'':24}{test}\n" for test in wrong), end="")
-    print(
-        f"\n{len(verdicts) - broken} promises kept and {broken} broken, in {time.monotonic() - start:.0f} s. Not run:"
-    )
+    print(f"\n{kept} of {len(promises)} promises kept, in {time.monotonic() - start:.0f} s. Beside these, not run:")
     for what, command in NOT_RUN.items():
         print(f"  {what}: {command}")
-    return int(any(code for code, _ in ended) or broken > 0)
+    return int(any(code for code, _ in ended) or kept < len(promises))
 
 
 if __name__ == "__main__":
