@@ -273,6 +273,11 @@ def test_a_rolling_cache_works_in_ones_own_shard_map_and_cut_into_chunks(monkeyp
 DECODE, PREFILL = (decode_attention, NEW), (prefill_attention, CHUNK)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "longer than the cache": (DECODE, {"lengths": [5, 49]}, "lengths: has values from 5 to 49. .*0 to 48"),
+    "negative, of a rolling cache": (
+        DECODE,
+        {"lengths": -1, "kv_positions": jnp.arange(48)},
+        r"lengths: has the value -1. Pass lengths from 0 to 2\^30",
+    ),
     "of another batch": (DECODE, {"lengths": [1, 2, 3]}, r"lengths: has shape \(3,\)"),
     "without lengths": (DECODE, {"lengths": None}, "lengths: is missing"),
     "uneven": (DECODE, {"key_cache": KEY[:, :30], "value_cache": VALUE[:, :30], "lengths": 1}, "Pad it to 32"),

@@ -53,15 +53,16 @@ def split_of(
         only_global: The name of a function that has no form for the local arrays of a `shard_map`.
     """
     whole = whole or {}
-    named = {name: _names(given[name], name) for name in AXIS_NAMES if name in given}
+    said = {name: given[name] for name in AXIS_NAMES if name in given}
+    named = {name: None if x is None else axes.names(x, name) for name, x in said.items()}
     every = [name for names in named.values() for name in names or ()]
     if len(set(every)) < len(every):
-        said = ", ".join(f"{argument}={names}" for argument, names in named.items() if names)
-        raise MeshError(f"{said} share a mesh axis. Each mesh axis splits one axis of the arrays")
+        listed = ", ".join(f"{argument}={names}" for argument, names in named.items() if names)
+        raise MeshError(f"{listed} share a mesh axis. Each mesh axis splits one axis of the arrays")
     arrays = [x for x in jax.tree.leaves([*tokens.values(), *whole.values()]) if isinstance(x, jax.Array)]
     ring, found = named["axis_name"] or (), _mesh_of(mesh, every, arrays)
     if only_global and ring and (found is None or {*ring} & axes.manual()):
-        remedy = "Call it outside" if axes.bound(ring) else "Pass mesh=, or set it by jax.set_mesh"
+        remedy = "Call it outside the shard_map" if axes.bound(ring) else "Pass mesh=, or set it by jax.set_mesh"
         raise MeshError(f"{only_global} is for global arrays, and needs a mesh with axis_name={ring}. {remedy}")
     if found is None:
         for argument, names in named.items():
@@ -70,16 +71,12 @@ def split_of(
         _refuse_replicated(ring, tokens)
         _refuse_sharded(ring, whole)
     else:
-        _check_mesh(mesh, named, found)
+        _check_mesh(named, found)
     if named["axis_name"] is None or (found is None and ring):
         refuse_unnamed_axes(named, arrays, only_global)
     if named["axis_name"] is None:
         _refuse_unsaid_ring(tokens, axis)
     return Split(found and of_context(found, arrays), ring, axes.size(ring) if found is None else ranks_of(found, ring))
-
-
-def _names(given: Any, argument: str) -> tuple[str, ...] | None:
-    return None if given is None else axes.names(given, argument)
 
 
 def _mesh_of(given: Any, named: list[str], arrays: list[jax.Array]) -> Any:
@@ -94,8 +91,8 @@ def _mesh_of(given: Any, named: list[str], arrays: list[jax.Array]) -> Any:
         return given
     context = jax.sharding.get_abstract_mesh()
     if any(axes.bound((name,)) for name in named):
-        left = {name: kind for name, kind in zip(context.axis_names, context.axis_types, strict=True) if name in named}
-        left = {name: kind for name, kind in left.items() if not axes.bound((name,))}
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        left = {name: kinds[name] for name in named if name in kinds and not axes.bound((name,))}
         if left:
             remedy = "Make them manual" + (", or leave them out" if {*left.values()} == {AxisType.Auto} else "")
             raise MeshError(
@@ -109,7 +106,7 @@ def _mesh_of(given: Any, named: list[str], arrays: list[jax.Array]) -> Any:
     return context if {*named} & {*context.axis_names} else None
 
 
-def _check_mesh(given: Any, named: Named, mesh: Any) -> None:
+def _check_mesh(named: Named, mesh: Any) -> None:
     """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
     context = jax.sharding.get_abstract_mesh()
     if not (context.empty or axes.manual() or mesh.abstract_mesh == context):
