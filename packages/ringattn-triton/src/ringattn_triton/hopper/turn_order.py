@@ -101,7 +101,7 @@ def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan)
     192, not 4 (8k tokens), the backward pass takes 0.81 of the time (H100).
     """
     most, ratio, _ = _WIDE if plan.wide else _NARROW
-    if block.bits is not None or (sparsity.scattered(block) and not plan.wide):
+    if (block.bits is not None or sparsity.scattered(block)) and not plan.wide:
         return most
     turns = _turns_of_head(constants, plan)
     if plan.wide and not constants.masked:
