@@ -44,6 +44,8 @@ PROMISES: Final = {
         (
             _EXPANDED + "[3-zigzag-AxisType.Auto-options1]",
             _BALANCED + "[4-AxisType.Explicit-44]",
+            _CORE + "bounds.py::test_a_query_sees_the_keys_between_its_bounds",
+            _CORE + "mask_builder.py::test_heads_whose_masks_are_intervals_see_by_their_own",
         ),
     ),
     "meshes": Promise(
@@ -65,7 +67,8 @@ PROMISES: Final = {
         "The error does not grow with the ring, a non-finite number is never hidden, and padding harms nobody",
         ("test_numerics",),
         (
-            _CORE + "sinks.py::test_a_sink_that_is_no_number_is_not_hidden_by_the_hops_after_it[inf]",
+            f"{_CORE}sinks.py::test_a_sink_that_is_no_number_is_not_hidden_by_the_hops_after_it"
+            "_nor_where_no_key_is_seen[inf]",
             _CORE + "padding.py::test_nan_in_a_cotangent_reaches_all_that_its_row_sees[4]",
             _CORE + "contract.py::test_a_block_is_final_where_nothing_comes_before_or_after[ring of 2]",
         ),
