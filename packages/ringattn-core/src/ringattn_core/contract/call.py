@@ -132,8 +132,9 @@ class Call:
     def selected_by(self, copies: int) -> Any:
         """`selected` for keys with each head repeated `copies` times: ids of a key head are those of its copies too."""
         ids = self.selected
-        shared = ids is None or ids.shape[2] == 1 or ids.shape[2] != self.key.shape[2]
-        return ids if shared else jnp.repeat(ids, copies, 2)
+        if ids is None or ids.shape[2] == 1 or ids.shape[2] != self.key.shape[2]:
+            return ids
+        return jnp.repeat(ids, copies, 2)
 
     def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
         """The call with a float32 bias if several ranks share the bias, so that they add up its gradient in float32.
