@@ -5,9 +5,9 @@
 
 from typing import Any, NamedTuple
 
-from ringattn_triton.hopper.backward_transfers import async_atomic_add
 from ringattn_triton.hopper.backward_turns import Turns, take_turn
 from ringattn_triton.hopper.hardware_barriers import hardware_barrier
+from ringattn_triton.hopper.workarounds import async_atomic_add
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
