@@ -66,7 +66,7 @@ def compiled_anew() -> Iterator[None]:
     """For a test of what XLA says while it compiles: JAX takes no program that an earlier run has kept."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.read("jax_enable_compilation_cache")
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield

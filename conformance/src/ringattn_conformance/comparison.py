@@ -80,6 +80,7 @@ def allowed_by_row(quantity: str, dtype: str, answer: Answer, tolerance: float) 
     if size is None or dtype == "float32":
         return tolerance
     want = answer.by_name[quantity]
+    size = np.maximum(size, np.abs(want).max(-1, keepdims=True))  # by which the result itself is rounded
     whole = 1.0 if not quantity.startswith("d") else max(0.1, float(np.abs(want).max(initial=0.0)))
     return tolerance * np.minimum(1.0, ROW[quantity.startswith("d")] * size / whole) + SUBNORMAL
 

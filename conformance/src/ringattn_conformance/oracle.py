@@ -58,7 +58,8 @@ class Answer:
     `empty[B, N, T]` is True for rows that see no key. `max_logits[N]` is the largest score of each head.
     A backend may compute `delta` from the rounded output. `slack` is the most by which that changes the gradients that
     sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up, and, in half precision, each row of
-    `dq` and `dk`, which may be small beside it: the derivatives of a query that sees one key are 0.
+    `dq` and `dk` and each entry of `dbias`: they may be small beside it, as the derivatives of a query that sees one
+    key are 0.
     `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
     of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
     where the terms cancel.
@@ -269,6 +270,8 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
             sizes[name] = _size(x.reshape(*by_group, -1).sum(3))
     if problem.bias is not None:
         gradients["dbias"] = _summed_to(ds, problem.bias.shape)
+        if half:
+            slack["dbias"] = 2 * np.abs(_summed_to(p * rounding[..., None], problem.bias.shape))
     if problem.slopes is not None:
         gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
         slack["dslopes"] = float(np.abs(np.sum(p * rounding[..., None] * distances(problem), (0, 2, 3))).max())

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ringattn_core import ring_attention
 from ringattn_core.errors import InputError
-from ringattn_core.masks import Causal, Chunked, Coordinates, Document, Full, Mask, Numpy, Predicate
+from ringattn_core.masks import Causal, Chunked, Coordinates, Document, Full, Local, Mask, Numpy, Predicate
 from ringattn_core.masks.builder import Built, build
+from ringattn_testing.rings import close, query_key_value
 
 HEADS, LENGTH = 4, 8
 TABLE = np.tri(LENGTH, dtype=bool)
@@ -27,6 +29,17 @@ def test_each_head_gets_the_mask_that_was_made_for_it_and_equal_masks_are_one() 
     assert of_heads(lambda _: TABLE.copy()).of_head == (0, 0, 0, 0)
     built = of_heads(lambda head: STEPS[2 - head // 2])
     assert built.of_head == (0, 0, 1, 1) and built.masks == (STEPS[2], STEPS[1])
+
+
+def test_heads_whose_masks_are_intervals_see_by_their_own() -> None:
+    """Equal masks need not be neighbours: here heads 0 and 3 share one."""
+    query, key, value = query_key_value(1, LENGTH, HEADS, HEADS)
+    local = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-2, dtype=bool)
+    dense = np.stack([local if head in (1, 2) else np.tri(LENGTH, dtype=bool) for head in range(HEADS)])[None]
+    built = ring_attention(
+        query, key, value, mask_builder=lambda q, kv, heads, head, reps: Local(1, 0) if head in (1, 2) else Causal()
+    )
+    close(built, ring_attention(query, key, value, attention_mask=jnp.asarray(dense)))
 
 
 T = 4

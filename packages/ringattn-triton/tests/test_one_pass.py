@@ -180,7 +180,7 @@ def test_turns_of_chosen_blocks_hardly_wait_for_each_other() -> None:
     """In a simulation: a step takes 1, and a turn adds to a tile 1.5 after the turn before it may, or later.
 
     The work, or the longest turn, bounds the time from below. With masked tiles before the others in each list, it
-    would be twice as long here, because some turns run one after another, and with one head after another also.
+    would be twice as long here, and three times with one head after another, because some turns run one after another.
     """
     heads, programs = 2, 16
     ids = independent_choices(2048, heads, 4, 128)

@@ -33,6 +33,7 @@ class Promise(NamedTuple):
 
 _CORE: Final = "packages/ringattn-core/tests/test_"
 _EXPANDED: Final = _CORE + "expand.py::test_results_and_gradients_are_those_of_expanding_first"
+_BALANCED: Final = _CORE + "balance.py::test_a_causal_ring_computes_what_it_computes_in_contiguous_order"
 _CACHED: Final = _CORE + "tokens.py::test_a_cache_gets_the_entries_of_its_own_positions_with_their_gradients"
 _JAX_NN: Final = "packages/ringattn-adapters/tests/test_adapters_jax_nn.py::"
 _STRATEGIES: Final = _CORE + "strategies.py::test_the_output_and_all_gradients_are_those_of_the_oracle"
@@ -42,7 +43,9 @@ PROMISES: Final = {
         ("test_ring", "test_block", "test_transforms"),
         (
             _EXPANDED + "[3-zigzag-AxisType.Auto-options1]",
-            _CORE + "balance.py::test_a_causal_ring_computes_what_it_computes_in_contiguous_order[3-AxisType.Auto-46]",
+            _BALANCED + "[4-AxisType.Explicit-44]",
+            _CORE + "bounds.py::test_a_query_sees_the_keys_between_its_bounds",
+            _CORE + "mask_builder.py::test_heads_whose_masks_are_intervals_see_by_their_own",
         ),
     ),
     "meshes": Promise(
@@ -64,8 +67,10 @@ PROMISES: Final = {
         "The error does not grow with the ring, a non-finite number is never hidden, and padding harms nobody",
         ("test_numerics",),
         (
-            _CORE + "padding.py::test_a_sink_that_is_nan_or_infinite_reaches_every_row_of_its_head[inf]",
+            f"{_CORE}sinks.py::test_a_sink_that_is_no_number_is_not_hidden_by_the_hops_after_it"
+            "_nor_where_no_key_is_seen[inf]",
             _CORE + "padding.py::test_nan_in_a_cotangent_reaches_all_that_its_row_sees[4]",
+            _CORE + "contract.py::test_a_block_is_final_where_nothing_comes_before_or_after[ring of 2]",
         ),
     ),
     "bits": Promise(

@@ -214,7 +214,7 @@ def _orders(rank: _Rank) -> Iterator[Finding]:
     if call.kv_first is not None and call.kv_last is not None and call.natural and not rank.whole_queries:
         ends = jnp.concatenate([call.kv_first.max(1), call.kv_last.min(1)])
         looks.append(("kv_range", ends, _around_own))
-    if call.selected is not None and call.selected_size is not None and call.reach.causal and call.natural:
+    if call.selected is not None and call.reach.causal and call.natural:
         size = call.selected_size
         newest = call.selected.max((2, 3)).clip(-1, (rank.ranks * call.key.shape[1] - 1) // size) * size
         looks += [] if rank.whole_queries else [("selected", newest, _none_later)]
@@ -324,7 +324,7 @@ def _mostly_none_later(newest: jax.Array, index: np.ndarray) -> jax.Array:
 def _choice(rank: _Rank) -> Iterator[Finding]:
     """The ids in `selected` are those of blocks of the sequence, or -1."""
     call = rank.call
-    if call.selected is None or call.selected_size is None:
+    if call.selected is None:
         return
     size, keys = call.selected_size, rank.ranks * call.key.shape[1]
     blocks = -(-keys // size)

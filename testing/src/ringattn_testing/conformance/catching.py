@@ -2,11 +2,12 @@
 """Whether a call of the suite catches a kernel."""
 
 import numpy as np
+import pytest
 from ringattn_conformance import comparison
 from ringattn_conformance.cases import Case
 from ringattn_conformance.ranks import Placement
 
-from ringattn_testing.conformance.numpy_ring import Dense, run
+from ringattn_testing.conformance.numpy_ring import Dense, Fused, OneAfterAnother, run
 
 
 def size(call: tuple[Case, Placement]) -> int:
@@ -23,3 +24,10 @@ def catches(call: tuple[Case, Placement], kernel: Dense) -> bool:
     except AssertionError:
         return True
     return False
+
+
+def refused(call: tuple[Case, Placement], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a right kernel is refused: a fused one in half precision, or in float32 by half of every tolerance."""
+    kernel, factor = (OneAfterAnother(), 0.5) if call[0].dtype == "float32" else (Fused(), 1.0)
+    monkeypatch.setattr(comparison, "factor", factor)
+    return catches(call, kernel)

@@ -5,9 +5,9 @@
 
 from typing import Any, NamedTuple
 
-from ringattn_triton.hopper.backward_transfers import async_atomic_add
 from ringattn_triton.hopper.backward_turns import Turns, rank_of, steps_of, take_turn, tile_at
 from ringattn_triton.hopper.hardware_barriers import hardware_barrier
+from ringattn_triton.hopper.workarounds import async_atomic_add
 from ringattn_triton.kernels.tile_loop import owned
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

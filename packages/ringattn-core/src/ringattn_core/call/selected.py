@@ -10,7 +10,7 @@ from ..placement.layout import pieces
 
 
 def with_size(options: dict[str, Any], keys: int) -> dict[str, Any]:
-    """The options with a `selected_size` exactly if they have `selected`. `keys` is the length of the whole sequence.
+    """The options with a `selected_size`, which is 1 without `selected`. `keys` is the length of the whole sequence.
 
     Raises for a size without ids, and for ids of blocks beyond the sequence, as far as their values are known here.
     """
@@ -18,7 +18,7 @@ def with_size(options: dict[str, Any], keys: int) -> dict[str, Any]:
     if ids is None:
         if size > 1:
             raise InputError("selected_size", f"is {size}, but there is no selected", "Pass the ids too")
-        return options | {"selected_size": None}
+        return options | {"selected_size": 1}
     blocks = -(-keys // size)
     remedy = f"Pass ids from 0 to {blocks - 1}, the blocks of {size} of {keys} keys, or -1 for none"
     fitting("selected", ids, (-1, blocks - 1, remedy))
@@ -28,7 +28,7 @@ def with_size(options: dict[str, Any], keys: int) -> dict[str, Any]:
 def refuse_straddling(call: Call, ranks: int, keys: int) -> None:
     """Raises if a block may lie on two of the `ranks`, or in two chunks of a rank, which has so many `keys`."""
     size, layout = call.selected_size, call.placement.balance or call.placement.layout
-    if size is None or size == 1 or ranks == 1:
+    if size == 1 or ranks == 1:
         return
     if layout == "striped":
         fact = f"is {size}, but in striped order neighbouring keys lie on different ranks"

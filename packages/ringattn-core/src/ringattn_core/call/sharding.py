@@ -92,7 +92,7 @@ def _padding(call: Call, ranks: int) -> tuple[int, int]:
     If there are as many queries as keys, there are after padding too.
     """
     chunks = ranks * pieces(call.placement.balance or call.placement.layout)
-    blocks = chunks * (call.selected_size or 1) if ranks > 1 and call.placement.layout == "contiguous" else chunks
+    blocks = chunks * call.selected_size if ranks > 1 and call.placement.layout == "contiguous" else chunks
     queries, keys = call.query.shape[1], call.key.shape[1]
     return -queries % (blocks if queries == keys else chunks), -keys % blocks
 

@@ -40,7 +40,7 @@ class Call:
     A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
     The arrays are the arguments of `ring_attention` with the same names; `kv_first` and `kv_last` are the two of
-    `kv_range`, `[b, n, T]`. `selected_size` is `None` exactly where `selected` is. Sinks have a row for each head, and
+    `kv_range`, `[b, n, T]`. `selected_size` is 1 without `selected`. Sinks have a row for each head, and
     segment ids come in pairs or not at all. `rule`, `reach` and `placement` hold all other options, and `mask_builder`
     the masks that the caller's function made.
 
@@ -68,7 +68,7 @@ class Call:
     mask_builder: Built | None = None
     attention_mask: arrays.DenseMask | None = None
     selected: arrays.Selected | None = None
-    selected_size: int | None = None
+    selected_size: int = 1
     bias: arrays.Bias | None = None
     alibi_slopes: arrays.PerHead | None = None
     softmax_aux: arrays.Sinks | None = None

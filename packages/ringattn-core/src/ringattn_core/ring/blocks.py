@@ -13,6 +13,7 @@ from ..contract import bits
 from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_key_indices, wants_static_masks
+from ..contract.varying import align, axes_of
 from ..contract.visibility import Intervals, intervals
 from ..masks import Coordinates
 from ..masks.reach import moved
@@ -60,7 +61,7 @@ class Queries(NamedTuple):
 
 def queries_of(ring: Ring, call: Call) -> Queries:
     """The `Queries` of this rank."""
-    index = ring.query_shards.indices(ring.rank, call.query.shape[1])[None]
+    index = _indices(ring, ring.query_shards, ring.rank, call.query.shape[1])
     offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
     positions = index + offset if call.q_positions is None else jnp.atleast_2d(call.q_positions)
     at = Coordinates(positions, index)
@@ -75,7 +76,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
     `ring.all_gather`, these keys are one shard, and `owner` is 0.
     """
     length = KV(call.travelling).length * (ring.query_shards.count // ring.key_shards.count)
-    kv_index = _of_rows(kv, ring.key_shards.indices(owner, length)[None])
+    kv_index = _of_rows(kv, _indices(ring, ring.key_shards, owner, length))
 
     def of_keys(x: jax.Array | None) -> Any:
         """The entries of these keys, from an array over the keys of all ranks in the order of the ranks."""
@@ -126,6 +127,11 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
         keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,
     )
+
+
+def _indices(ring: Ring, shards: Shards, rank: Any, length: int) -> Int32[Array, "1 length"]:
+    """`Shards.indices`, varying over the mesh axes that the rank varies over, also where they are a constant."""
+    return align(shards.indices(rank, length)[None], axes_of(ring.rank))
 
 
 def _keys_from(ring: Ring, call: Call, kv: KV) -> str:

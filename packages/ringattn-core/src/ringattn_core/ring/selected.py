@@ -18,7 +18,7 @@ def bits_of(call: Call, shards: Shards, owner: Any, length: int, kv: KV) -> Bits
 
     `None` if the call has no `selected`. A bit is for `selected_size` keys, or fewer if `kv` begins within a block.
     """
-    if call.selected is None or call.selected_size is None:
+    if call.selected is None:
         return None
     size, ids = call.selected_size, jnp.swapaxes(call.selected, 1, 2)
     if shards.count > 1:  # `size` divides each run of keys of a shard, so blocks are sharded as tokens are

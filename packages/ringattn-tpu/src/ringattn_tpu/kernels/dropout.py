@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which probabilities of a tile dropout keeps: the bits are those of `ringattn_core.contract.dropout`."""
 
+from typing import Final
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ringattn_core.contract.dropout import draw_number, philox_2x32, threshold
 
 from ..steps import PAIRED
 from .scores import Part
+
+_HALF: Final = np.int32(16)
+"""The bits of half a word. With `jax_enable_x64`, Python's integers have 64 bits, which no shift of int32 takes."""
 
 
 def kept(part: Part, weight: float) -> jax.Array:
@@ -31,7 +37,7 @@ def _by_pairs(part: Part) -> jax.Array:
     if part.by_keys:
         first, second = (x.reshape(-1, 8, part.width) for x in _drawn(part, i, _first_rows(j)))
         word = jnp.where((i & 8 == 0)[None], first, second)
-        halves = word & 0xFFFF, jax.lax.shift_right_logical(word, 16)
+        halves = word & 0xFFFF, jax.lax.shift_right_logical(word, _HALF)
     else:
         words = _drawn(part, _first_rows(i), j)
         halves = tuple(_half(word, j).reshape(-1, 8, part.width) for word in words)
@@ -53,7 +59,7 @@ def _drawn(part: Part, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array
 
 def _half(word: jax.Array, j: jax.Array) -> jax.Array:
     """The low 16 bits of each word, or the high 16 bits where bit 3 of the key index `j` is set."""
-    return jnp.where(j & 8 == 0, word & 0xFFFF, jax.lax.shift_right_logical(word, 16))
+    return jnp.where(j & 8 == 0, word & 0xFFFF, jax.lax.shift_right_logical(word, _HALF))
 
 
 def _survives(part: Part, half: jax.Array) -> jax.Array:
