@@ -11,11 +11,11 @@ import pytest
 import ringattn_xla.block
 from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block
-from ringattn_testing.triton.given_blocks import bias, make_block, with_option
+from ringattn_testing.triton.given_blocks import bias, make_block, mask_in_tiles, with_option
 from ringattn_testing.triton.interpreting import interpret
 from ringattn_testing.triton.one_pass import HALF, computed, launched, prepared, within_budget
-from ringattn_testing.triton.small_gluon_kernels import turns_taken
-from ringattn_triton import kernel_inputs
+from ringattn_testing.triton.small_gluon_kernels import tiles_visited, turns_taken
+from ringattn_triton import grouped_rows, kernel_inputs, visited_tiles
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.hopper import plans, turn_order
 from ringattn_triton.hopper.plans import BackwardPlan
@@ -102,6 +102,18 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
 
 
+@pytest.mark.parametrize("upwards", [0, 1])
+def test_turns_that_skip_tiles_here_and_there_give_the_same_bits(upwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tiles that need no mask, some form a run, and others are visited like those that need one."""
+    block = make_block(1, 640, 640, heads=2, kv_heads=2, dim=64, dtype=HALF, mask=mask_in_tiles(640, 128))
+    monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: upwards)
+    usual = computed(block)
+    monkeypatch.setattr(one_pass, "PROGRAMS", 1)
+    got = computed(block)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
+
+
 @pytest.mark.parametrize("places", [1, 4])
 def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_their_neighbours(
     places: int, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +166,56 @@ def test_interleaved_the_short_turns_of_some_heads_alternate_with_the_long_turns
 ) -> None:
     given = turns_given_out(alone=True, rows=rows, together=together, heads=heads, interleaved=True)
     np.testing.assert_array_equal(np.argsort(given), order)
+
+
+def independent_choices(tokens: int, kv_heads: int, count: int, size: int) -> np.ndarray:
+    """Each query chooses the first block, its own, and others up to its own at random, for each key head."""
+    own = np.arange(tokens, dtype=np.int32)[:, None, None] // size
+    ids = (np.random.default_rng(0).random((tokens, kv_heads, count)) * (own + 1)).astype(np.int32)
+    ids[..., 0], ids[..., 1] = 0, own[..., 0]
+    return ids[None]
+
+
+def test_turns_of_chosen_blocks_hardly_wait_for_each_other() -> None:
+    """In a simulation: a step takes 1, and a turn adds to a tile 1.5 after the turn before it may, or later.
+
+    The work, or the longest turn, bounds the time from below. With masked tiles before the others in each list, it
+    would be twice as long here, and three times with one head after another, because some turns run one after another.
+    """
+    heads, programs = 2, 16
+    ids = independent_choices(2048, heads, 4, 128)
+    block = make_block(
+        1, 2048, 2048, heads=16 * heads, kv_heads=heads, dim=128, dtype=HALF, causal=True, selected=ids,
+        selected_size=128,
+    )  # fmt: skip
+    block = grouped_rows.as_rows(block)
+    constants = kernel_inputs.of_block(block).constants
+    plan = plans.backward(constants)
+    assert plan is not None
+    plan, turns, side_by_side = turn_order.arranged(plan, block, constants)
+    found = visited_tiles.table(block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=True)
+    assert plan.ordered and found.shape.together == heads
+    count = heads * found.shape.rows
+    _, taken, visits = interpret(
+        tiles_visited, [found.bounds, found.tiles, found.ranks, found.counters],
+        [(shape, np.int32) for shape in ((1,), (count, 2), (count, found.shape.columns, 2))], aliases={3: 0},
+        COUNT=count, HEADS=heads, T=found.shape, PLAN=plan,
+    )  # fmt: skip
+    steps = taken[:, 1]
+    assert steps.sum() == np.asarray(found.ranks)[:, -1].sum()
+    free, added, reached = [0.0] * programs, np.zeros((heads, found.shape.columns), int), {}
+    for (head, length), turn in zip(taken, visits, strict=True):
+        program = free.index(min(free))
+        ended = at = free[program]
+        for tile, rank in turn[:length]:
+            place = head, tile
+            assert added[place] == rank, "a turn waits for one that is taken after it"
+            ended = max(ended + 1, at)  # the place of dq is free when the addition before has begun
+            at = max(ended, reached.get(place, 0.0))
+            reached[place] = at + 1.5
+            added[place] += 1
+        free[program] = at
+    assert max(free) <= 1.1 * max(steps.sum() / programs, steps.max())
 
 
 @pytest.mark.parametrize("places", [1, 3])
@@ -259,8 +321,8 @@ def test_as_many_wide_heads_without_a_mask_run_side_by_side_as_the_cache_holds(
     assert turn_order._heads_in_order(*as_of(small, tokens)) == heads
 
 
-@pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16)])
-def test_as_many_heads_as_may_run_side_by_side_with_segment_ids(option: str, heads: int) -> None:
+@pytest.mark.parametrize(("option", "heads"), [("causal", 4), ("causal segments", 16), ("chosen blocks of 128", 16)])
+def test_as_many_heads_as_may_run_side_by_side_with_segment_ids_or_bits(option: str, heads: int) -> None:
     """Their turns may be short, and short turns of few heads wait for each other. Of 32k keys, a head has 256 turns."""
     small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=128, dtype=HALF)
     assert turn_order._heads_in_order(*as_of(small, 32768)) == heads

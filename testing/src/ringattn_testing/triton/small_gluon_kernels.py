@@ -5,9 +5,10 @@
 
 from typing import Any, NamedTuple
 
-from ringattn_triton.hopper.backward_turns import Turns, take_turn
+from ringattn_triton.hopper.backward_turns import Turns, rank_of, steps_of, take_turn, tile_at
 from ringattn_triton.hopper.hardware_barriers import hardware_barrier
 from ringattn_triton.hopper.workarounds import async_atomic_add
+from ringattn_triton.kernels.tile_loop import owned
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -227,3 +228,24 @@ def _take_turns(COUNTERS, TURNS, SEEN, COUNT: gl.constexpr, T: gl.constexpr, PLA
         gl.store(TURNS + turn, turn)
         gl.store(SEEN + turn, gl.load(COUNTERS, volatile=True))
         turn = take_turn(turns, T, PLAN)
+
+
+@gluon.jit
+def tiles_visited(
+    BOUNDS, TILES, RANKS, BEFORE, COUNTERS, TAKEN, VISITS, COUNT: gl.constexpr, HEADS: gl.constexpr, T: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Takes all `COUNT` turns. Writes the key head and the number of steps of each, and of each step tile and rank."""
+    turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, COUNT, 0)
+    for number in range(COUNT):
+        turn = take_turn(turns, T, PLAN)
+        row, batch, head = owned(turn, T, HEADS)
+        steps = steps_of(turn, row, batch, head, turns, T, PLAN)
+        count = steps.before + steps.whole + steps.after
+        gl.store(TAKEN + number * 2, head)
+        gl.store(TAKEN + number * 2 + 1, count)
+        for step in range(count):
+            tile = tile_at(steps, step, T, PLAN)
+            at = VISITS + (number * T.columns + step) * 2
+            gl.store(at, tile)
+            gl.store(at + 1, rank_of(tile, turn, row, batch, head, turns, T, PLAN))

@@ -104,7 +104,9 @@ def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
 def steps_of(turn, row, batch, kv_head, turns, T: gl.constexpr, PLAN: gl.constexpr):
     """The `Steps` of a turn. It visits its query tiles upwards, from the first to the last, or downwards.
 
-    Turns without an order go upwards. Turns with an order (`PLAN.ordered`) go where `goes_upwards` says.
+    Turns without an order go upwards. Turns with an order (`PLAN.ordered`) go where `goes_upwards` says, and visit
+    all tiles in the order of their numbers: with masked tiles after the others, each would wait at its first tiles for
+    the last tiles of the turn before, so that one would run after another.
 
     Downwards, the first turns own the first keys. Turns of one head that run at once reach each shared tile one after
     another, in the order in which they may add to it. They stay within a step or two of each other, so that the cache

@@ -95,12 +95,13 @@ def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan)
     The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
     together. With documents, short turns of few heads would wait for each other, while one long document takes the
-    same time with any number of heads. Turns of wide heads that see all keys get out of step, so no more heads run than
-    the cache holds, but enough for every program to have a turn: with 2 heads of 192, not 4 (8k tokens), the backward
-    pass takes 0.81 of the time (H100).
+    same time with any number of heads. With bits, too: where all queries choose the first block, other turns keep step
+    with its turn, the longest, so as many heads as may do this at once. Turns of wide heads that see all keys get out
+    of step, so no more heads run than the cache holds, but enough for every program to have a turn: with 2 heads of
+    192, not 4 (8k tokens), the backward pass takes 0.81 of the time (H100).
     """
     most, ratio, _ = _WIDE if plan.wide else _NARROW
-    if sparsity.scattered(block) and not plan.wide:
+    if (block.bits is not None or sparsity.scattered(block)) and not plan.wide:
         return most
     turns = _turns_of_head(constants, plan)
     if plan.wide and not constants.masked:
