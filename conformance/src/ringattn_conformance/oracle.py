@@ -274,11 +274,11 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
             slack["dbias"] = 2 * np.abs(_summed_to(p * rounding[..., None], problem.bias.shape))
     if problem.slopes is not None:
         gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
-        slack["dslopes"] = float(np.abs(np.sum(p * rounding[..., None] * distances(problem), (0, 2, 3))).max())
+        slack["dslopes"] = _of_sums(p * rounding[..., None] * distances(problem), (0, 2, 3), half)
     if problem.sinks is not None and weight is not None:
         weight = weight / total
         of_heads = -np.sum(weight * delta[..., None], (0, 2))
-        slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
+        slack["dsinks"] = _of_sums(weight * rounding[..., None], (0, 2), half)
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
     return Answer(out, lse, largest, gradients, slack, uncapped, empty, max_logits, sizes)
@@ -292,6 +292,15 @@ def per_pair(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def per_row(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """`bnts,bsnh->btnh`"""
     return np.moveaxis(weights @ np.moveaxis(columns, 2, 1), 1, 2)
+
+
+def _of_sums(terms: np.ndarray, over: tuple[int, ...], half: bool) -> float:
+    """The largest sum of `terms`; in half precision at least three times what sums of terms of these sizes come to.
+
+    A kernel that rounds weights too has errors of other signs, so the sum of these terms may be small by chance.
+    """
+    sums = float(np.abs(terms.sum(over)).max())
+    return max(sums, 3 * float(np.sqrt((terms**2).sum(over)).max())) if half else sums
 
 
 def _size(squares: np.ndarray) -> np.ndarray:
