@@ -150,8 +150,10 @@ class Tokamax:
         assert len(q) % 128 == len(k) % 128 == 0
         assert scale > 0
         s = jnp.einsum("tnh,snh->nts", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1), preferred_element_type="float32")
-        first, last = (jnp.asarray(x)[..., None] for x in ends) if not causal else (0, jnp.arange(len(q))[:, None] + 1)
-        return jnp.where((jnp.arange(len(k)) >= first) & (jnp.arange(len(k)) < last), s * scale, -jnp.inf)
+        ends = (jnp.zeros(len(q), int), jnp.arange(len(q)) + 1) if causal else ends
+        first, last = (jnp.asarray(x).reshape(-1, len(q), 1) for x in ends)
+        keys = jnp.arange(len(k)).reshape(1, 1, -1)
+        return jnp.where((keys >= first) & (keys < last), s * scale, -jnp.inf)
 
     @classmethod
     def flash_attention_kernel(
