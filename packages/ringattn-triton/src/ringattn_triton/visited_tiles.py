@@ -33,9 +33,9 @@ there are many programs."""
 
 @dataclasses.dataclass(frozen=True)
 class Ends:
-    """Sizes from which the table kernel finds what a row of tiles sees by positions alone, if none of these decrease.
+    """Sizes with which the table kernel finds visible tiles from `first`, `last` and key positions that never decrease.
 
-    `first`, `last`: queries have a first, a last key position. `x_batch` are strides, 0 if batch rows agree.
+    `first`, `last`: whether queries have them. `first_batch`, `last_batch`, `keys_batch`: strides, 0 if rows agree.
     """
 
     by_keys: bool

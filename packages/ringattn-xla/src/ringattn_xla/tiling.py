@@ -62,7 +62,9 @@ def longest(span: int, group: int) -> tuple[int, int]:
 
 
 def _keys_apart(block: Block) -> int:
-    """What divides the length of each of several key tiles: then no two share a bit, or a word of single keys."""
+    """If there are several key tiles, their length is a multiple of this: then no two share a bit, or a word of single
+    keys.
+    """
     return 1 if block.bits is None else WORD if block.grain == 1 else block.grain
 
 
@@ -119,9 +121,8 @@ def over_visible_tiles(
     number = jnp.arange(some.size, dtype=jnp.int32)
     listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
     count = some.sum(dtype=jnp.int32)
-    alike = block.kv_heads // (
-        size.heads * some.shape[0]
-    )  # how many times the list is run: for heads without their own
+    # How many times the list is run: key heads without lists of their own share one.
+    alike = block.kv_heads // (size.heads * some.shape[0])
 
     def step(at: Any, carried: Arrays) -> Arrays:
         again, nth = _divided(at, count)
