@@ -104,9 +104,9 @@ def table(
     # A list only has the tiles that need a mask before those that need none. Programs that wait for each other's ranks
     # must visit tiles in the order of their numbers (`hopper.backward_turns.steps_of`).
     run = block.bits is None or ranked
-    # Ranks count only tiles that some head sees. Without a list, a program also visits tiles in the gaps of a run, and
-    # turns would wait for ever for these. Where positions are monotone, all that some head sees has no gap either: the
-    # least of `first` and the greatest of `last` over heads do not decrease.
+    # Ranks count only tiles that some head sees. Without a list, a program also visits the invisible tiles within a
+    # run, and turns would wait for ever for these. Where positions are monotone, the tiles that some head sees have
+    # no gaps: the least of `first` and the greatest of `last` over heads do not decrease.
     listed = block.bits is not None or block.q_segments is not None or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])

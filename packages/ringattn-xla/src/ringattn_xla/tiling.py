@@ -71,7 +71,8 @@ def _keys_apart(block: Block) -> int:
 def cut(length: int, longest: int, multiple: int = 1) -> int:
     """The tile size that cuts `length` into the fewest nearly equal tiles of at most `longest`.
 
-    Several tiles have a multiple of 8 tokens if `longest` is one, and always a `multiple`, if need be a longer one.
+    If there are several tiles, their size is a multiple of 8 if `longest` is, and always a multiple of `multiple`, if
+    need be above `longest`.
     """
     longest = -(-longest // multiple) * multiple
     whole = multiple if multiple > 1 else 8
