@@ -213,7 +213,7 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def quick(session: nox.Session) -> None:
-    """Each promise of docs/promises.md by its fastest tests, in five minutes on two cores; says what it did not run."""
+    """Each promise of docs/promises.md by its fastest tests, in 2 minutes on two idle cores; says what was not run."""
     install_for_quick(session)
     environment = hurried(session, *NO_OPTIMISER) | compiled(session)
     session.run("python", "-m", "ringattn_testing.quick", "--workers", workers(), *session.posargs, env=environment)
@@ -255,7 +255,7 @@ def tests_elsewhere(session: nox.Session, jax: str, compilers: tuple[str, ...]) 
 
 @nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
-    """What CI leaves out: the other versions of JAX, and the suite's full tier. About an hour, by an estimate."""
+    """What CI leaves out: the other versions of JAX, and the suite's full tier. More than two hours, by an estimate."""
     for _, jax, _ in SUPPORTED[1:]:
         session.notify(f"tests_elsewhere(jax-{jax})")
     session.notify("hosts")

@@ -9,7 +9,7 @@ import numpy as np
 from .oracle import Problem
 
 Choose = Callable[[Problem, int, int], np.ndarray]
-"""A function of the problem, of the number of groups and of the keys of a block that gives ids `[B, T, groups, n]`."""
+"""Takes a problem, the number of groups and the number of keys of a block; returns ids `[B, T, groups, n]`."""
 
 
 def _blocks(problem: Problem, size: int) -> int:
@@ -31,7 +31,7 @@ def scattered(problem: Problem, groups: int, size: int) -> np.ndarray:
 
 
 def newest(problem: Problem, groups: int, size: int) -> np.ndarray:
-    """The first block, and the blocks up to the query's own, as models that force these choose them.
+    """The first block, and the blocks up to the query's own, as in models that always choose these.
 
     A later group looks further back.
     """

@@ -14,10 +14,10 @@ FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, as a multiple of its largest element (taken as at least 0.1)."""
 SUBNORMAL: Final = 2.0**-22
-"""Four times the distance of the smallest numbers of float16, which every tolerance in half precision allows."""
+"""Four times the spacing of float16's subnormal numbers; every tolerance in half precision allows this error."""
 ROW: Final = (1.0, 2.0)
-"""The share of the tolerance of a row of size 1 that a row of an output, or of a gradient, has for its own size: a
-gradient has the errors of both of its factors."""
+"""The tolerance of a row, as a multiple of its size times the tolerance of the whole result: for outputs, and for
+gradients, which have the errors of two factors."""
 HALF_PARTIALS: Final = 2.0
 """Multiplies the tolerances of float16 and bfloat16 for a backend that declares `half_partials`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the options and sizes without which a wrong call is right: the call is made again without each of them."""
+"""Finds which option or size makes a call wrong: makes the call again without each of them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from .cases import FEATURES, Case
 from .ranks import Placed, Placement, place, run
 
 MOST: Final = 3
-"""How many failures of a process are looked into; each takes a call for each option and each unusual size."""
+"""How many failures a process investigates; each takes a call for each option and each unusual size."""
 OPTIONS: Final = (*(name for name in FEATURES if name != "lse"), "scale", "lse")
 PLAIN: Final[tuple[dict[str, Any], ...]] = (
     {"dtype": "float32"}, {"heads": 2, "kv_heads": 2}, {"head_dim": 16, "value_dim": 16}, {"batch": 2},
@@ -21,7 +21,7 @@ PLAIN: Final[tuple[dict[str, Any], ...]] = (
 PLAIN_LENGTH: Final = 40
 
 searches = 0
-"""How many failures of this process have been looked into."""
+"""How many failures this process has investigated."""
 
 
 def found(placed: Placed, gradients: bool) -> list[str]:

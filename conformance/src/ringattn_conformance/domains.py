@@ -35,7 +35,8 @@ SHARE: Final = 0.3
 SHARE_OF_ONE_QUERY: Final = 0.5
 """The same for calls of a single query, which cost little."""
 MANY: Final = 2000
-"""So many tokens are long: of more than one query, the last keys then matter only with like scores, all seen."""
+"""Longer sequences count as long: with several queries, the last keys then matter only if all keys are seen and have
+similar scores."""
 RINGS: Final = (1, 1, 1, 2, 3, 4, 8)
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 LONGEST: Final = 700
@@ -79,7 +80,7 @@ def draw(seed: int) -> Entry:
 
 
 def _placed(sizes: dict[str, Any], reach: int, rng: random.Random) -> Entry:
-    """A ring and a layout. Makes the lengths uniform ones that divide over the ring."""
+    """Draws a ring and a layout, and replaces the lengths by uniformly drawn ones that the ring divides."""
     ring, layout = rng.choice(RINGS), rng.choice(LAYOUTS)
     layout = layout if ring > 1 else LAYOUTS[0]
     parts = ring * (2 if layout == "zigzag" else 1)

@@ -36,7 +36,7 @@ def length_class(length: int) -> str:
 
 
 def sizes_of(case: Case, placement: Placement) -> dict[str, str]:
-    """The level of each size factor; a size that no level names is left out."""
+    """The level of each factor that is a size; sizes without a level are left out."""
     of_value = {"-1": "smaller", "0": "equal", "1": "larger"}
     relation = (case.value_dim > case.head_dim) - (case.value_dim < case.head_dim)
     found = {

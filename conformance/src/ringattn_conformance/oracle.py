@@ -304,7 +304,7 @@ def _of_sums(terms: np.ndarray, over: tuple[int, ...], half: bool) -> float:
 
 
 def _size(squares: np.ndarray) -> np.ndarray:
-    """The size of each row whose components have these sums of squares, with one component."""
+    """The size of each row, `[..., 1]`: the root of the largest of its components' sums of squares."""
     return np.sqrt(squares.max(-1, keepdims=True))
 
 

@@ -10,7 +10,7 @@ from ringattn_core.backends.discovery import Registration
 
 
 def file_of(registration: Registration) -> Path | None:
-    """The folder or file of the top package that has a backend's kernel; `None` if this process registered it."""
+    """The folder or file of the top-level package of a backend's kernel; `None` if this process registered it."""
     descriptor = registration.descriptor()
     path = descriptor.kernel or descriptor.ring
     return None if registration.in_process or path is None else _imported(path.partition(":")[0].partition(".")[0])
@@ -42,7 +42,7 @@ def _imported(package: str) -> Path | None:
 
 
 def _installed(distribution: str, name: str) -> Path | None:
-    """Where the files of a distribution lie that are named so; `None` for an editable one, which has no such files."""
+    """Where a distribution has its package `name`; `None` if it lists no such files, as one installed with `-e`."""
     try:
         files = metadata.distribution(distribution).files or []
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws right programs, in which `RINGATTN_CHECK=1` must raise nothing. As a script it runs as many as one says.
+"""Draws right programs, in which `RINGATTN_CHECK=1` must raise nothing.
 
-python packages/ringattn-tools/tests/right_programs.py 100
+`python -m ringattn_testing.right_programs 100` runs a hundred of them.
 """
 
 import os

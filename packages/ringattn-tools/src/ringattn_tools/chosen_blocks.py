@@ -15,7 +15,7 @@ from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title
 
 NEIGHBOURS: Final = (8, 16, 64, 128)
-"""How many neighbouring queries share a tile: few where the heads of a group are rows of one tile."""
+"""How many neighbouring queries share a tile: 128, or fewer if the heads of a group are rows of the same tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chosen:
 
 
 def report(analysis: CallAnalysis, chosen: Chosen) -> list[Any]:
-    """What `show` prints."""
+    """What `ringattn explain --selected` prints beside the rest."""
     return [
         Title(f"{chosen.count} blocks of {chosen.size} keys for each query"),
         "The tables above are those of all keys that the other masks let through.",

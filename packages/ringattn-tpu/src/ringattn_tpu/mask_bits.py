@@ -53,7 +53,7 @@ def with_grain(block: Block, kv_tile: int) -> Block:
 
 
 def of_tiles(words: UInt32[Array, "b m T W"], each: int, tiles: int) -> Int32[Array, "b m tiles words T"]:
-    """The words of each query for each of so many tiles of keys, which have `each` bits."""
+    """The words of each query, packed anew for each of `tiles` tiles of keys, which have `each` bits."""
     seen = unpacked(words, tiles * each).reshape(*words.shape[:3], tiles, each)
     return jax.lax.bitcast_convert_type(jnp.moveaxis(packed(seen), 2, 4), jnp.int32)
 

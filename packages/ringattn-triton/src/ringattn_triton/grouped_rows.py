@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where queries choose blocks of keys, the query heads of a key head are rows of one head: a tile then has few queries.
+"""Makes the query heads of a key head rows of one head where queries choose blocks, so that a tile has few queries.
 
-A tile visits every block that one of its queries has chosen. Its rows would be 128 queries of a head, which together
-choose most blocks; with 16 heads in a group they are 8 queries instead, in all of these heads. Row `i` is query
-`i // group`, and rows of one query share its row of `bits`. To reorder queries, outputs and gradients takes a copy of
-each, which is little beside the tiles that are left out.
+A tile visits every block that one of its queries has chosen. A tile of 128 queries of one head visits most blocks. With
+16 heads in a group, the same 128 rows are 8 queries in all of these heads, which choose fewer blocks. Row `i` is query
+`i // group`, and all rows of a query share its row of `bits`. Reordering copies queries, outputs and gradients, which
+costs little beside the tiles that are skipped.
 """
 
 import dataclasses
@@ -21,7 +21,9 @@ GROUPS: Final = (8, 16, 32, 64)
 
 
 def grouped(block: Block) -> bool:
-    """Whether query heads become rows: if queries choose blocks, and nothing else depends on the head."""
+    """Whether query heads become rows: queries choose blocks, no option but `selected` depends on the head, and the
+    caller sets no tile sizes.
+    """
     ranges = any(x is not None and x.shape[1] > 1 for x in (block.first, block.last))
     by_head = ranges or block.bits_of_head is not None or block.slopes is not None or bool(block.rule.dropout_prob)
     chosen = block.bits is not None and block.grain > 1 and block.bits.shape[1] <= block.kv_heads
@@ -87,7 +89,7 @@ def gradients_of_heads(gradients: Gradients, group: int) -> Gradients:
 
 
 def of_queries(block: Block) -> tuple[Block, int]:
-    """A block with a row for each row of `bits`, for lists of tiles, and how many rows of `block` that is for."""
+    """The block with one query for each row of `bits`, for lists of tiles; and how many rows of `block` share one."""
     share = 1 if block.bits is None else block.q_length // block.bits.shape[2]
     if share > 1:
         block = block.map_queries(lambda x, axis: jax.lax.slice_in_dim(x, 0, None, share, axis))

@@ -33,9 +33,9 @@ there are many programs."""
 
 @dataclasses.dataclass(frozen=True)
 class Ends:
-    """Sizes from which the table kernel finds what a row of tiles sees by positions alone, if none of these decrease.
+    """Sizes with which the table kernel finds visible tiles from `first`, `last` and key positions that never decrease.
 
-    `first`, `last`: queries have a first, a last key position. `x_batch` are strides, 0 if batch rows agree.
+    `first`, `last`: whether queries have them. `first_batch`, `last_batch`, `keys_batch`: strides, 0 if rows agree.
     """
 
     by_keys: bool
@@ -104,9 +104,9 @@ def table(
     # A list only has the tiles that need a mask before those that need none. Programs that wait for each other's ranks
     # must visit tiles in the order of their numbers (`hopper.backward_turns.steps_of`).
     run = block.bits is None or ranked
-    # Ranks count only tiles that some head sees. Without a list, a program also visits tiles in the gaps of a run, and
-    # turns would wait for ever for these. Where positions are monotone, all that some head sees has no gap either: the
-    # least of `first` and the greatest of `last` over heads do not decrease.
+    # Ranks count only tiles that some head sees. Without a list, a program also visits the invisible tiles within a
+    # run, and turns would wait for ever for these. Where positions are monotone, the tiles that some head sees have
+    # no gaps: the least of `first` and the greatest of `last` over heads do not decrease.
     listed = block.bits is not None or block.q_segments is not None or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])

@@ -62,14 +62,17 @@ def longest(span: int, group: int) -> tuple[int, int]:
 
 
 def _keys_apart(block: Block) -> int:
-    """What divides the length of each of several key tiles: then no two share a bit, or a word of single keys."""
+    """If there are several key tiles, their length is a multiple of this: then no two share a bit, or a word of single
+    keys.
+    """
     return 1 if block.bits is None else WORD if block.grain == 1 else block.grain
 
 
 def cut(length: int, longest: int, multiple: int = 1) -> int:
     """The tile size that cuts `length` into the fewest nearly equal tiles of at most `longest`.
 
-    Several tiles have a multiple of 8 tokens if `longest` is one, and always a `multiple`, if need be a longer one.
+    If there are several tiles, their size is a multiple of 8 if `longest` is, and always a multiple of `multiple`, if
+    need be above `longest`.
     """
     longest = -(-longest // multiple) * multiple
     whole = multiple if multiple > 1 else 8
@@ -119,9 +122,8 @@ def over_visible_tiles(
     number = jnp.arange(some.size, dtype=jnp.int32)
     listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
     count = some.sum(dtype=jnp.int32)
-    alike = block.kv_heads // (
-        size.heads * some.shape[0]
-    )  # how many times the list is run: for heads without their own
+    # How many times the list is run: key heads without lists of their own share one.
+    alike = block.kv_heads // (size.heads * some.shape[0])
 
     def step(at: Any, carried: Arrays) -> Arrays:
         again, nth = _divided(at, count)

@@ -80,7 +80,7 @@ def without_slope_of_the_cap(right: Any, block: Block, backward: bool = False) -
 
 
 def of_the_neighbour(right: Any, block: Block, x: np.ndarray) -> np.ndarray:
-    """Key heads of groups of 16, or with one key head its components, are those beside the right ones."""
+    """A group of 16 query heads reads the key head before its own; with one key head, each key is the one before."""
     if block.group != 16:
         return right(block, x)
     return np.roll(right(block, x), 16, 2) if x.shape[2] > 1 else np.roll(right(block, x), 1, 1)

@@ -32,9 +32,9 @@ MOST_SCORES: Final = {tiers.CORE: 280_000, tiers.FULL: 2**19}
 """The most scores of a call: kernels are interpreted in the core tier, too."""
 FIRST_SEED: Final = 490_000
 TRIES: Final = 16
-"""How many calls are drawn for one."""
+"""How many calls are drawn around each pair; the best is kept."""
 PATIENCE: Final = 40
-"""How often a pair may fail to meet before it is given up, and told."""
+"""How many rounds may fail to bring a pair together before it is given up and reported."""
 NEVER: Final[dict[str, tuple[tuple[Level, Level], ...]]] = {
     "products of half precision are exact": tuple(
         (("precision", level), ("dtype", dtype))
@@ -254,7 +254,7 @@ def placed(entry: Entry) -> tuple[Case, Placement]:
 
 
 def cost(entry: Entry) -> float:
-    """Seconds that a call takes, about: rings compile longest."""
+    """About how many seconds a call takes: rings compile longest."""
     return 2.0 + 0.12 * sum(name in OPTIONS for name in entry) + (0 if entry["ring"] == 1 else 4.0)
 
 

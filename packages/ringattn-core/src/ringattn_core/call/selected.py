@@ -26,7 +26,7 @@ def with_size(options: dict[str, Any], keys: int) -> dict[str, Any]:
 
 
 def refuse_straddling(call: Call, ranks: int, keys: int) -> None:
-    """Raises if a block may lie on two of the `ranks`, or in two chunks of a rank, which has so many `keys`."""
+    """Raises if a block may lie on two of the `ranks`, or in two chunks of one. Each rank has `keys` keys."""
     size, layout = call.selected_size, call.placement.balance or call.placement.layout
     if size == 1 or ranks == 1:
         return

@@ -87,7 +87,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
 
 
 def _padding(call: Call, ranks: int) -> tuple[int, int]:
-    """How many queries and keys to add, so that every rank has as many, and whole blocks of `selected`.
+    """How many queries and keys to add, so that all ranks have equally many, and whole blocks of `selected`.
 
     If there are as many queries as keys, there are after padding too.
     """
@@ -161,7 +161,7 @@ def _each(place: Callable[..., jax.Array], call: Call, mesh: Any, split: dict[st
 
 
 _ABSENT: Final = ("_ids", "check_positions", "selected")
-"""How the names of arrays end in which padding is -1."""
+"""The ends of the names of arrays that are padded with -1."""
 
 
 def _padded(call: Call, queries: int, keys: int) -> Call:

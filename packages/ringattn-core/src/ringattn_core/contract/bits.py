@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs which keys a query sees into words of 32 bits, a bit for each key or block of keys: masks and chosen keys."""
+"""Packs masks and chosen keys into words of 32 bits: which keys a query sees, a bit for each key or block of keys."""
 
 import math
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def of_masks(
 
 
 def of_numbers(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*rows W"]:
-    """The words of `count` bits in which the bits with these numbers are set. A number outside sets none.
+    """The words of `count` bits in which the bits with these numbers are set. Other numbers, -1 too, set none.
 
     XLA fuses this to one loop over the words of a row, which reads the row's numbers.
     """
@@ -69,7 +69,7 @@ def of_numbers(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*
 
 
 def both(a: Bits | None, b: Bits | None, heads: int, keys: int) -> Bits | None:
-    """The pairs that both allow, for so many query heads and keys; `None` allows all. The grain is one that fits both.
+    """The pairs that both allow, for so many query heads and keys; `None` allows all. The grain divides both grains.
 
     Where heads have a set of their own in both, the result has a set for each head.
     """

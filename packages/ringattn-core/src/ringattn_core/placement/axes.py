@@ -70,12 +70,14 @@ def tracked() -> frozenset[str]:
 
 
 def varying(x: Array) -> frozenset[str]:
-    """The `tracked` mesh axes over which an array varies; none for what is no JAX array."""
+    """The `tracked` mesh axes over which an array varies; none if `x` is no JAX array."""
     return frozenset(jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else ())
 
 
 def shared(x: Array, axis: tuple[str, ...]) -> Array:
-    """An array that all ranks along the axes have; they add up its gradient in float32, as far as JAX tracks it.
+    """`x`, which is equal on all ranks of `axis`, marked as varying. Its gradient is summed over the ranks in float32.
+
+    Axes over which JAX does not track whether arrays vary are left out.
 
     XLA for CPUs aborts on a sum in bfloat16 where other mesh axes are automatic (benchmarks/upstream/bfloat16_sum.py).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call splits its arrays over a mesh, or a `shard_map` around it has; refuses what JAX knows to be wrong.
+"""Whether a call splits its arrays over a mesh, or a surrounding `shard_map` has split them; refuses wrong axes.
 
 Every function of core that takes `axis_name` gets its mesh and its number of ranks here (`split_of`), and so refuses
 the same mistakes of axes as `ring_attention`.
@@ -42,13 +42,13 @@ def split_of(
     axis: int = 1,
     only_global: str = "",
 ) -> Split:
-    """How a call is split. Raises if the axes that it names contradict the mesh, or what JAX knows of its arrays.
+    """How a call is split. Raises if the axes that it names contradict the mesh, or how JAX says its arrays are split.
 
     Args:
         mesh: As the caller passes it. By default, it is that of an array with explicit axes, or of `jax.set_mesh`.
         given: The arguments of the call, those of `AXIS_NAMES` that it takes among them.
-        tokens: The arrays, or pytrees of them, that the ring splits, by argument.
-        whole: Those that are the same on all ranks of the ring.
+        tokens: The arrays, or pytrees of arrays, that the ring splits, by argument.
+        whole: The arrays, or pytrees of arrays, that must be equal on all ranks of the ring, by argument.
         axis: The axis of tokens.
         only_global: The name of a function that has no form for the local arrays of a `shard_map`.
     """

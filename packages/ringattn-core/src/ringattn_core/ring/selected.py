@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bits of the keys that `selected` names, for the keys of one hop."""
+"""Turns the ids in `selected` into bits, for the keys of one hop."""
 
 import math
 from typing import Any
@@ -14,9 +14,10 @@ from .kv import KV
 
 
 def bits_of(call: Call, shards: Shards, owner: Any, length: int, kv: KV) -> Bits | None:
-    """Which of the keys in `kv` each query has chosen: rows of the shard of rank `owner`, which has `length` keys.
+    """Which of the keys in `kv` each query has chosen; `None` if the call has no `selected`.
 
-    `None` if the call has no `selected`. A bit is for `selected_size` keys, or fewer if `kv` begins within a block.
+    `kv` has some or all of the `length` keys of the shard of rank `owner`. A bit is for `selected_size` keys, or for
+    fewer if `kv` begins within a block.
     """
     if call.selected is None:
         return None

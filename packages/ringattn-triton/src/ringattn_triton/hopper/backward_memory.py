@@ -118,7 +118,7 @@ def barrier(shared, NAME: gl.constexpr, place):
 
 @gluon.jit
 def wait_for(shared, NAME: gl.constexpr, number, STAGES: gl.constexpr):
-    """Waits until what use `number` of `STAGES` places brings is there, as the barriers `NAME` (`_BARRIERS`) say."""
+    """Waits until the place of use `number` of `STAGES` places is full, as the barriers `NAME` (`_BARRIERS`) say."""
     wait_until_full(shared.barriers, number, STAGES, _index(NAME))
 
 

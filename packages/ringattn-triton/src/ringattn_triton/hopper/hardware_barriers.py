@@ -41,7 +41,7 @@ def phase_of(number, STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_until_full(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Waits until what use `number` of `STAGES` places brings is in its place, `number % STAGES`.
+    """Waits until place `number % STAGES` holds what use `number` (from 0) loads into it.
 
     `barriers` has a barrier in shared memory for each place, from index `FIRST` on: its phase ends when the place is
     full.
@@ -51,7 +51,7 @@ def wait_until_full(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr 
 
 @gluon.jit
 def wait_until_empty(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Waits until the place of use `number` is empty. It is at its first use; then a phase ends when it is empty."""
+    """Waits until the place of use `number` is empty, as before its first use. The phase ends when it is empty."""
     mbarrier.wait(barriers.index(FIRST + number % STAGES), phase_of(number, STAGES) ^ 1)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that stands here for a compiler's sake: each function says what Triton or the assembler would do without it.
+"""Workarounds for Triton and the assembler: each function says what the compiler would do without it.
 
 `benchmarks/upstream/hopper_assembler.py` compiles the kernels with and without it, and says what may go. The functions
-at the end are no workarounds of a fault: this Triton has no such function, or has it under another name.
+at the end work around no fault: some versions of Triton lack them, or have them under another name.
 """
 
 from triton._C.libtriton import ir
