@@ -60,6 +60,7 @@ class Answer:
     sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up, and, in half precision, each row of
     `dq` and `dk` and each entry of `dbias`: they may be small beside it, as the derivatives of a query that sees one
     key are 0.
+    In float32 the `slack` of `dq` and `dk` is the rounding of their terms, which is left where these cancel.
     `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
     of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
     where the terms cancel.
@@ -257,17 +258,19 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
         "dk": (scale * per_row(np.swapaxes(dz, 2, 3), q)).reshape(*by_group, -1).sum(3),
         "dv": per_row(np.swapaxes(p * keep, 2, 3), dout).reshape(*by_group, -1).sum(3),
     }
+    of_delta = np.abs(delta) + np.sqrt(np.einsum("btnh,btnh->bnt", dout**2, out**2))
+    terms = (abs(scale) * p * (np.abs(keep * dp) + of_delta[..., None]) + _LEAST * max(1.0, abs(scale))) ** 2
+    of_keys = _size(per_row(np.swapaxes(terms, 2, 3), q**2).reshape(*by_group, -1).sum(3))
+    of_terms = {"dq": _size(per_row(terms, k_heads**2)), "dk": of_keys}
     if half:
-        of_delta = np.abs(delta) + np.sqrt(np.einsum("btnh,btnh->bnt", dout**2, out**2))
-        terms = (abs(scale) * p * (np.abs(keep * dp) + of_delta[..., None]) + _LEAST * max(1.0, abs(scale))) ** 2
         moved = scale * p * rounding[..., None]
         of_keys = per_row(np.swapaxes(moved, 2, 3), q).reshape(*by_group, -1).sum(3)
         for name, x in (("dq", per_row(moved, k_heads)), ("dk", of_keys)):
             slack[name] = 2 * np.abs(x).max(-1, keepdims=True)
-        sizes["dq"] = _size(per_row(terms, k_heads**2))
-        for name, x in (("dk", per_row(np.swapaxes(terms, 2, 3), q**2)),
-                        ("dv", per_row(np.swapaxes(kept_terms, 2, 3), dout**2))):  # fmt: skip
-            sizes[name] = _size(x.reshape(*by_group, -1).sum(3))
+        of_values = _size(per_row(np.swapaxes(kept_terms, 2, 3), dout**2).reshape(*by_group, -1).sum(3))
+        sizes |= of_terms | {"dv": of_values}
+    else:  # where terms cancel, as for a query that sees one key, their rounding is left
+        slack |= {name: 4 * float(np.finfo(np.float32).eps) * x for name, x in of_terms.items()}
     if problem.bias is not None:
         gradients["dbias"] = _summed_to(ds, problem.bias.shape)
         if half:
