@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the losses of runs of `train_text.py`: against steps, and against the position in the context.
+"""Draws the losses of runs of `train_text.py`: against steps, and against the position in the context. Prints means.
 
 python text_curves.py curves.png ours=build/text/run.json cuDNN=other/run.json
 """
@@ -39,8 +39,20 @@ def draw(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def print_means(runs: Mapping[str, Mapping[str, Any]], steps: int = 100) -> None:
+    """The mean loss of every so many steps, and that of held-out documents by parts of the context."""
+    for name, run in runs.items():
+        losses = [run["losses"][step] for step in sorted(run["losses"], key=int)]
+        means = [f"{np.mean(losses[start : start + steps]):.3f}" for start in range(0, len(losses), steps)]
+        print(f"{name}, every {steps} steps: {' '.join(means)}")
+        known = [loss for _, loss in run["positions"] if loss is not None]
+        print(f"{name}, held out, by position: {' '.join(f'{loss:.2f}' for loss in known)}")
+
+
 if __name__ == "__main__":
     if len(sys.argv) < 3 or not all("=" in argument for argument in sys.argv[2:]):
         raise SystemExit(__doc__)
     named = (argument.split("=", 1) for argument in sys.argv[2:])
-    draw({name: json.loads(Path(path).read_text()) for name, path in named}, Path(sys.argv[1]))
+    found = {name: json.loads(Path(path).read_text()) for name, path in named}
+    draw(found, Path(sys.argv[1]))
+    print_means(found)

@@ -131,3 +131,15 @@ def test_a_corpus_of_which_no_batch_can_be_made_is_refused_in_a_sentence(
         text_corpus.read(tmp_path, 64)
     with pytest.raises(SystemExit, match="There is no folder or file"):
         text_corpus.read(tmp_path / "absent", 64)
+
+
+def test_the_means_of_losses_are_those_of_their_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import text_curves
+
+    losses = {str(step): float(step) for step in (*range(10, 13), *range(1, 10))}
+    text_curves.print_means({"a run": {"losses": losses, "positions": [(0, 1.5), (9, None)]}}, steps=4)
+    assert capsys.readouterr().out.splitlines() == [
+        "a run, every 4 steps: 2.500 6.500 10.500",
+        "a run, held out, by position: 1.50",
+    ]
