@@ -102,7 +102,7 @@ def asked() -> list[str]:
 
 
 def locked(names: Sequence[str]) -> Iterator[object]:
-    """An open file for each session, locked: nox makes environments anew, also those that another nox works in."""
+    """Locks a file for each session. Without it, nox would remake an environment that another nox is using."""
     try:
         import fcntl
     except ImportError:  # Windows

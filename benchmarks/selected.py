@@ -183,7 +183,7 @@ ERRORS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 2e-5}
 
 
 def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float]]:
-    """The errors of every call of `CHECKED`, or of those whose name contains `--only`."""
+    """The errors of the calls in `CHECKED`. With `--only TEXT`, of those whose name contains the text."""
     claims = []
     for name, call in CHECKED.items():
         if arguments.only in name:

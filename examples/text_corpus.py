@@ -24,7 +24,7 @@ segments, the document of each token in its row; positions, from the start of th
 
 
 class CorpusError(SystemExit):
-    """A corpus of which no batch can be made. Uncaught, it prints its message and ends the program with status 1."""
+    """The corpus is empty, binary or too small for a batch. Uncaught, it prints its message and exits with status 1."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ PRESETS = {
              "head_size": 64, "hidden": 3456, "rate": 6e-4, "warmup": 100, "dtype": "bfloat16", "mesh": "1,1,1"},
 }  # fmt: skip
 BUCKETS = 32
-"""Parts of the context, in each of which the loss of held-out documents is averaged."""
+"""The number of parts of the context; the loss of held-out documents is averaged in each."""
 Losses = dict[int, float]
 """The loss of each step."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run says which files it tests, and refuses a backend of which Python would find two copies."""
+"""A run prints which files it tests, and does not start where Python could import two copies of the backend."""
 
 import sys
 from pathlib import Path

@@ -52,7 +52,7 @@ def of_others(problem: Problem, groups: int, size: int) -> np.ndarray:
 
 
 def few(problem: Problem, groups: int, size: int) -> np.ndarray:
-    """All queries choose among the first and the last block and one in the middle: most keys are chosen by nobody."""
+    """Every query chooses two of three blocks: the first, one in the middle and the last. Nobody sees other keys."""
     (batch, rows), blocks = problem.q.shape[:2], _blocks(problem, size)
     b, i, g, n = np.ogrid[:batch, :rows, :groups, :2]
     known = np.array([blocks - 1, 0, blocks // 2])

@@ -257,7 +257,7 @@ def _layout_of(rank: _Rank, x: jax.Array, fits: Fits, fits_call: Fits | None = N
 
 
 def _before(ids: jax.Array) -> jax.Array:
-    """The id of the last token before each one that is no padding; -1 if there is none."""
+    """For each token, the id of the nearest earlier token that is not padding; -1 if there is none."""
     at = jax.lax.cummax(jnp.where(ids >= 0, jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1), -1), axis=1)
     before = jnp.pad(at, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     return jnp.where(before < 0, -1, jnp.take_along_axis(ids, before.clip(0), 1))
