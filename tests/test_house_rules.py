@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core needs little, and no file names a package registry or a path of one machine."""
+"""Core needs little, all distributions have one version, and no file names a registry or a path of one machine."""
 
 import re
 import subprocess
@@ -19,6 +19,19 @@ MACHINE_PATH = re.compile(
 def test_core_needs_nothing_heavy():
     project = tomllib.loads((ROOT / "packages/ringattn-core/pyproject.toml").read_text())["project"]
     assert {re.split(r"[^A-Za-z0-9._-]", line)[0] for line in project["dependencies"]} <= CORE_MAY_NEED
+
+
+def test_all_distributions_have_one_version_and_need_core_of_its_series():
+    paths = [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance/pyproject.toml"]
+    projects = [tomllib.loads(path.read_text())["project"] for path in paths]
+    (version,) = {project["version"] for project in projects}
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == version
+    major, minor = map(int, version.split(".")[:2])
+    series = f"ringattn-core>={major}.{minor},<{major}.{minor + 1}"
+    for project in projects:
+        others = {line for line in project["dependencies"] if re.match(r"ringattn-core\b", line)}
+        assert others == ({series} if project["name"] != "ringattn-core" else set()), project["name"]
 
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine():
