@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8, Int32
+from jaxtyping import Array, Int8, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import BlockKernel, Partial
@@ -23,18 +23,10 @@ from .key_ids import with_all_ids
 from .plan import levels
 
 
-class Result(NamedTuple):
-    """What the ring returns for this rank's queries and the keys of all ranks."""
-
-    out: Float[Array, "B T N Hv"]
-    """In the dtype of the queries."""
-    lse: Float32[Array, "B N T"]
-    max_logits: Float32[Array, " N"] | None
-    """The largest score of each head, if `call.rule.return_max_logits` asks for it."""
-
-
-def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Result:
+def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Partial:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
+
+    `out` has the dtype of the queries.
 
     With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. In the striped
     layout, ranks take turns at runs of `stripe` consecutive tokens.
@@ -77,16 +69,9 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
 
 
 @jax.custom_vjp
-def attend(ring: Ring, call: Call) -> Result:
+def attend(ring: Ring, call: Call) -> Partial:
     """The ring as one differentiable function; `max_logits` has no gradient."""
-    return _result(forward(ring, with_all_ids(ring, call.narrowed())))
-
-
-def _result(partial: Partial) -> Result:
-    """The result of the ring, from that of its forward pass, which has the largest score of each query."""
-    assert partial.out is not None
-    largest = partial.max_logits
-    return Result(partial.out, partial.lse, None if largest is None else largest.max((0, 2)))
+    return forward(ring, with_all_ids(ring, call.narrowed()))
 
 
 def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
@@ -125,17 +110,17 @@ class Residuals(NamedTuple):
     partial: Partial
 
 
-def _forward_rule(*inputs: Any) -> tuple[Result, Residuals]:
+def _forward_rule(*inputs: Any) -> tuple[Partial, Residuals]:
     """The result and the residuals. An input has a `value`, and `perturbed`: whether it is differentiated."""
     ring, call = jax.tree.map(lambda x: x.value, inputs)
     bias_fixed = call.bias is not None and not inputs[1].bias.perturbed
     call = with_all_ids(ring, first_derivative_only(call).narrowed())
     partial = forward(ring, call)
     kept = dataclasses.replace(partial, max_logits=None)
-    return _result(partial), Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
+    return partial, Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
 
 
-def _backward_rule(residuals: Residuals, cotangents: Result) -> tuple[None, Call]:
+def _backward_rule(residuals: Residuals, cotangents: Partial) -> tuple[None, Call]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     ring, call = residuals.ring, residuals.call
 

@@ -81,14 +81,17 @@ def run(registration: Registration, call: Call) -> Any:
     by_heads = call.placement.strategy == "ulysses"
     stripe = axes.size((call.placement.axis_name or ())[-1:]) if by_heads else 1
     kernel = registration.implementation()
-    result = engine.run(kernel, exchanged, all_gather=call.placement.strategy == "all_gather", stripe=stripe)
-    result = balance.unfolded(exchanged, result) if call.placement.balance else result
-    result = ulysses.by_tokens(call, result) if by_heads else result
-    results = {"out": result.out, "lse": result.lse}
-    if result.max_logits is not None:  # it has no gradient, and neither has a maximum over ranks
-        results["max_logits"] = _over_ranks(call, jax.lax.stop_gradient(result.max_logits))
+    partial = engine.run(kernel, exchanged, all_gather=call.placement.strategy == "all_gather", stripe=stripe)
+    assert partial.out is not None
+    out, lse, largest = partial.out, partial.lse, partial.max_logits
+    out, lse = balance.unfolded(exchanged, out, lse) if call.placement.balance else (out, lse)
+    out, lse = ulysses.by_tokens(call, out, lse) if by_heads else (out, lse)
+    results = {"out": out, "lse": lse}
+    if largest is not None:  # it has no gradient, and neither has a maximum over ranks
+        of_heads = jax.lax.stop_gradient(largest).max((0, 2))
+        results["max_logits"] = _over_ranks(call, ulysses.of_all_heads(call, of_heads) if by_heads else of_heads)
     asked = tuple(results[name] for name in call.results)
-    return asked if len(asked) > 1 else result.out
+    return asked if len(asked) > 1 else out
 
 
 def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts
 from ..placement.layout import of_neighbours, to_neighbours
-from ..ring.engine import Result
 
 HEADS, TOKENS = ("N", "n", "K", "groups"), ("T", "t", "S")
 
@@ -52,12 +51,9 @@ def by_heads(call: Call) -> Call:
     return call.placed(axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
 
 
-def by_tokens(call: Call, result: Result) -> Result:
-    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
-
-    `max_logits` has all heads then, and is -inf for the heads of other ranks.
-    """
-    assert call.placement.axis_name is not None and result.out is not None
+def by_tokens(call: Call, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The results of `call`, from those of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged."""
+    assert call.placement.axis_name is not None
     inner = call.placement.axis_name[-1]
     ranks = axes.size((inner,))
 
@@ -67,12 +63,11 @@ def by_tokens(call: Call, result: Result) -> Result:
         in_rank_order = to_neighbours(x, call.placement.layout, ranks, tokens)
         return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
 
-    lse = back(result.lse, arrays.LogSumExp) if call.return_lse else result.lse
-    max_logits = None if result.max_logits is None else _of_all_heads(call, result.max_logits)
-    return Result(back(result.out, arrays.Output), lse, max_logits)
+    lse = back(lse, arrays.LogSumExp) if call.return_lse else lse
+    return back(out, arrays.Output), lse
 
 
-def _of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
+def of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
     """`max_logits` of this rank's heads, with an entry for every head of `call`: -inf for heads of other ranks."""
     assert call.placement.axis_name is not None
     all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
