@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ..contract.call import Call
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_key_indices, wants_static_masks
 from ..contract.varying import align, axes_of
-from ..contract.visibility import Intervals, intervals
+from ..contract.visibility import Queries, intervals
 from ..masks import Coordinates
 from ..masks.reach import moved
 from ..placement.layout import Shards
@@ -51,22 +51,13 @@ class Ring:
         return self.key_shards.count < self.query_shards.count
 
 
-class Queries(NamedTuple):
-    """The queries of a rank, computed once a call: the position and index of each, and which keys it sees."""
-
-    positions: Int32[Array, "b T"]
-    index: Int32[Array, "1 T"]  # pyright: ignore[reportIncompatibleMethodOverride]
-    sees: Intervals
-
-
 def queries_of(ring: Ring, call: Call) -> Queries:
-    """The `Queries` of this rank."""
+    """The queries of this rank, computed once a call."""
     index = _indices(ring, ring.query_shards, ring.rank, call.query.shape[1])
     offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
     positions = index + offset if call.q_positions is None else jnp.atleast_2d(call.q_positions)
     at = Coordinates(positions, index)
-    sees = intervals(call.reach, call.built, call.kv_range, at, ring.head_index, call.natural)
-    return Queries(positions, index, sees)
+    return intervals(call.reach, call.built, call.kv_range, at, ring.head_index, call.natural)
 
 
 def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Block:
@@ -88,16 +79,16 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
 
     kv_positions = kv_index if call.kv_positions is None else jnp.atleast_2d(of_keys(call.kv_positions))
     of_masks = bits.of_masks(
-        queries.sees.masks,
-        jnp.asarray(call.built.of_head, jnp.int32)[ring.head_index] if queries.sees.masks else None,
+        queries.masks,
+        jnp.asarray(call.built.of_head, jnp.int32)[ring.head_index] if queries.masks else None,
         columns(call.attention_mask),
-        Coordinates(queries.positions, queries.index),
+        queries.at,
         Coordinates(kv_positions, kv_index),
     )
     chosen = selected.bits_of(call, ring.key_shards, owner, length, kv)
     seen = bits.both(of_masks, chosen, call.query.shape[2], kv.length)
     words, of_head, grain = (None, None, 1) if seen is None else seen
-    first, last = queries.sees.first, queries.sees.last
+    first, last = queries.first, queries.last
     if wants_key_indices(ring.kernel):  # keys have the positions of the layout, which increase
         before = functools.partial(ring.key_shards.before, rank=owner, length=length)
         first = first if first is None else before(first) - kv.start
@@ -108,9 +99,9 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         kv=kv.arrays,
         first=first,
         last=last,
-        q_positions=queries.positions,
+        q_positions=queries.at.positions,
         kv_positions=kv_positions,
-        q_index=queries.index,
+        q_index=queries.at.index,
         kv_index=kv_index,
         batch_index=ring.batch_index,
         head_index=ring.head_index,
@@ -124,7 +115,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         rule=call.rule,
         grain=grain,
         reach=call.reach & call.built.reach,
-        monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
+        monotone=queries.monotone and call.q_positions is None and call.kv_positions is None,
         keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,
     )
 

@@ -49,7 +49,7 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:
         # Queries are consecutive tokens, although they have `q_positions`, which could come in any order.
-        own = dataclasses.replace(own, monotone=queries.sees.monotone)
+        own = dataclasses.replace(own, monotone=queries.monotone)
     whole, sinks = sharded or takes_whole(kernel, own), beginning(call)
     group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
     asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
