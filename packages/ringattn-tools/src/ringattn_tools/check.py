@@ -424,8 +424,9 @@ def _promise(rank: _Rank) -> Iterator[Finding]:
     if promised_reach == Reach():
         return
     batch, tokens = call.query.shape[:2]
-    call = dataclasses.replace(call, expand=None, latents=None, expand_params=None).placed(balance=None)
-    ring = ring_of(None, call, all_gather=True)
+    call = dataclasses.replace(call, expand=None, latents=None, expand_params=None)
+    call = call.placed(balance=None, strategy="all_gather")
+    ring = ring_of(None, call)
     call = with_all_ids(ring, call)
     length = call.key.shape[1] * rank.ranks
     nothing = jnp.zeros((batch, length, call.key.shape[2], 0), call.key.dtype)

@@ -116,20 +116,13 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         grain=grain,
         reach=call.reach & call.built.reach,
         monotone=queries.monotone and call.q_positions is None and call.kv_positions is None,
-        keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,
+        keys_from=(ring.key_shards.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
 
 
 def _indices(ring: Ring, shards: Shards, rank: Any, length: int) -> Int32[Array, "1 length"]:
     """`Shards.indices`, varying over the mesh axes that the rank varies over, also where they are a constant."""
     return align(shards.indices(rank, length)[None], axes_of(ring.rank))
-
-
-def _keys_from(ring: Ring, call: Call, kv: KV) -> str:
-    """`Block.keys_from`: "own", or the layout of keys that other ranks have too."""
-    if ring.all_gather:
-        return ring.key_shards.layout
-    return call.placement.layout if kv.received else "own"
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:

@@ -23,40 +23,39 @@ from .key_ids import with_all_ids
 from .plan import levels
 
 
-def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Partial:
+def run(kernel: BlockKernel, call: Call, stripe: int = 1) -> Partial:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
-    `out` has the dtype of the queries.
-
-    With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. In the striped
-    layout, ranks take turns at runs of `stripe` consecutive tokens.
+    `out` has the dtype of the queries. With the strategy "all_gather", each rank gathers the keys of all ranks and
+    computes one block, without hops. In the striped layout, ranks take turns at runs of `stripe` consecutive tokens.
     """
-    ring = ring_of(kernel, call, None, all_gather, stripe)
+    ring = ring_of(kernel, call, stripe=stripe)
     if call.expand is not None:  # key and value served for their shapes only
         call = dataclasses.replace(call, key=None, value=None)
     # Replicated inputs are marked as varying over the ring's mesh axes, so that JAX sums their gradients.
     return _attend(*align((ring, call), axes_of(ring, call)))
 
 
-def ring_of(
-    kernel: Any, call: Call, place: tuple[Any, ...] | None = None, all_gather: bool = False, stripe: int = 1
-) -> Ring:
+def ring_of(kernel: Any, call: Call, place: tuple[Any, ...] | None = None, stripe: int = 1) -> Ring:
     """The ring of this rank's call.
 
     `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
-    mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in
-    `run`.
+    mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `stripe` is as in `run`.
     """
     axis = () if place else call.placement.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
     shards = Shards(call.placement.layout, math.prod(sizes), stripe, folded=call.placement.balance is not None)
-    lengths = call.query.shape[1], call.key.shape[1]
+    if call.placement.strategy == "all_gather":
+        key_shards, loops = Shards("contiguous" if shards.folded else shards.layout, 1), ()
+    else:
+        lengths = call.query.shape[1], call.key.shape[1]
+        key_shards, loops = shards, levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes))
     return Ring(
         kernel,
         axis,
         query_shards=shards,
-        key_shards=Shards("contiguous" if shards.folded else call.placement.layout, 1) if all_gather else shards,
-        levels=() if all_gather else levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes)),
+        key_shards=key_shards,
+        levels=loops,
         rank=jnp.asarray(rank, jnp.int32),
         batch_index=_indices(call.placement.batch_axis_name, call.query.shape[0]),
         head_index=_indices(call.placement.head_axis_name, call.query.shape[2]),

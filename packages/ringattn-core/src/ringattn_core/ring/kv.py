@@ -22,7 +22,7 @@ class KV:
     start: int = dataclasses.field(default=0, metadata={"static": True})
     """The index of the first row in its shard; 0 for a whole shard."""
     received: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether a send has brought these rows. Otherwise they are this rank's own, or gathered from all ranks."""
+    """Whether a send or an all-gather has brought these rows. Otherwise they are this rank's own."""
 
     @property
     def length(self) -> int:

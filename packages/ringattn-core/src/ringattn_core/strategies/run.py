@@ -76,12 +76,12 @@ def _has_static_masks_only(kernel: BlockKernel) -> bool:
 
 def run(registration: Registration, call: Call) -> Any:
     """A rank's output, or a tuple if `call.results` has more. Its strategy is one that `strategy_of` returns."""
-    exchanged = with_parameters(registration, exchange(call))
+    exchanged = with_parameters(registration, for_engine(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     by_heads = call.placement.strategy == "ulysses"
     stripe = axes.size((call.placement.axis_name or ())[-1:]) if by_heads else 1
     kernel = registration.implementation()
-    partial = engine.run(kernel, exchanged, all_gather=call.placement.strategy == "all_gather", stripe=stripe)
+    partial = engine.run(kernel, exchanged, stripe)
     assert partial.out is not None
     out, lse, largest = partial.out, partial.lse, partial.max_logits
     out, lse = balance.unfolded(exchanged, out, lse) if call.placement.balance else (out, lse)
@@ -107,7 +107,7 @@ def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
     return jax.lax.pmax(own, over) if over else own
 
 
-def exchange(call: Call) -> Call:
+def for_engine(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
     call = ulysses.by_heads(call.expanded()) if call.placement.strategy == "ulysses" else call
     return balance.folded(call) if call.placement.balance else call
