@@ -8,7 +8,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from ..contract import batching, bits
+from ..contract import batching, bits, heads_as_rows
 from ..contract.call import Call
 from ..contract.merge import merged, merged_over
 from ..contract.protocol import Block, BlockKernel, Partial
@@ -52,11 +52,11 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
         own = dataclasses.replace(own, monotone=queries.monotone)
     whole, sinks = sharded or takes_whole(kernel, own), beginning(call)
     group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
-    asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
+    asked = own if whole else _chunked(heads_as_rows.as_rows(own, group), chunks)
     begun = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
     asked = dataclasses.replace(asked, final=not ring.axis and chunks == 1 and begun is sinks)
     partial = merged_over(batching.forward(kernel)(asked, begun), ring.axis, chunks, scattered=sharded)
-    partial = _with_groups_as_heads(partial, group)
+    partial = heads_as_rows.partial_of_heads(partial, group)
     if sinks is not None and begun is None:
         partial = merged([partial, sinks])
     assert partial.out is not None
@@ -142,24 +142,3 @@ def _bits_of_chunks(words: jax.Array, number: int, count: int) -> jax.Array:
     seen = bits.unpacked(words, number).reshape(*words.shape[:3], count, -1)
     chunks = jnp.moveaxis(bits.packed(seen), 3, 1)
     return chunks.reshape(-1, *chunks.shape[2:])
-
-
-def _with_groups_as_rows(block: Block, group: int) -> Block:
-    """The block with the `group` query heads of each key head as rows of one head: kernels then read each key once."""
-    batch, length, heads, size = block.q.shape
-    q = block.q.reshape(batch, length, heads // group, group, size).swapaxes(2, 3)
-    rows = block.map_queries(lambda x, axis: jnp.repeat(x, group, axis))
-    return dataclasses.replace(
-        rows, q=q.reshape(batch, length * group, -1, size), head_index=block.head_index[: heads // group]
-    )
-
-
-def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
-    """The result with its query heads as heads again: undoes `_with_groups_as_rows`."""
-    assert partial.out is not None
-    batch, rows, heads, size = partial.out.shape
-    out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
-    lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)
-    return Partial(
-        out.reshape(batch, rows // group, heads * group, size), lse.reshape(batch, heads * group, rows // group)
-    )
