@@ -2,7 +2,6 @@
 """The block of one hop: this rank's queries, the keys that are here, and the global positions and indices of both."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,12 +10,12 @@ from jaxtyping import Array, Int32
 
 from ..contract import bits
 from ..contract.call import Call
+from ..contract.key_ranges import in_indices
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_key_indices, wants_static_masks
 from ..contract.varying import align, axes_of
 from ..contract.visibility import Queries, intervals
 from ..masks import Coordinates
-from ..masks.reach import moved
 from ..placement.layout import Shards
 from . import selected
 from .kv import KV
@@ -88,17 +87,11 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
     chosen = selected.bits_of(call, ring.key_shards, owner, length, kv)
     seen = bits.both(of_masks, chosen, call.query.shape[2], kv.length)
     words, of_head, grain = (None, None, 1) if seen is None else seen
-    first, last = queries.first, queries.last
-    if wants_key_indices(ring.kernel):  # keys have the positions of the layout, which increase
-        before = functools.partial(ring.key_shards.before, rank=owner, length=length)
-        first = first if first is None else before(first) - kv.start
-        last = last if last is None else before(moved(last, 1)) - 1 - kv.start
-        kv_positions = jnp.arange(kv.length, dtype=jnp.int32)[None]
-    return Block(
+    block = Block(
         q=call.query,
         kv=kv.arrays,
-        first=first,
-        last=last,
+        first=queries.first,
+        last=queries.last,
         q_positions=queries.at.positions,
         kv_positions=kv_positions,
         q_index=queries.at.index,
@@ -118,6 +111,7 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         monotone=queries.monotone and call.q_positions is None and call.kv_positions is None,
         keys_from=(ring.key_shards.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
+    return in_indices(block, ring.key_shards, owner, length, kv.start) if wants_key_indices(ring.kernel) else block
 
 
 def _indices(ring: Ring, shards: Shards, rank: Any, length: int) -> Int32[Array, "1 length"]:
