@@ -24,9 +24,8 @@ from ..tuning import choice
 from .dispatch import answer, chosen
 from .mesh_roles import refuse_repeated_indices, roles_of
 from .selected import refuse_straddling
-from .tracked import within_tracked
+from .tracked import Arrays, within_tracked
 
-Arrays = dict[str, Any]
 Work = Callable[[Registration, Call], Any]
 """The computation that each rank runs on its shard: from a backend and a local call to the result."""
 

@@ -57,12 +57,12 @@ def ring_of(kernel: Any, call: Call, place: tuple[Any, ...] | None = None, strip
         key_shards=key_shards,
         levels=loops,
         rank=jnp.asarray(rank, jnp.int32),
-        batch_index=_indices(call.placement.batch_axis_name, call.query.shape[0]),
-        head_index=_indices(call.placement.head_axis_name, call.query.shape[2]),
+        batch_index=_global_indices(call.placement.batch_axis_name, call.query.shape[0]),
+        head_index=_global_indices(call.placement.head_axis_name, call.query.shape[2]),
     )
 
 
-def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
+def _global_indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
     """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes `axis` split."""
     return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
 

@@ -87,21 +87,18 @@ _sharded_queries = without_derivative(
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
     assert call.placement.axis_name is not None and call.query_offset is not None
-    ranks, whole = axes.size(call.placement.axis_name), functools.partial(_of_all_ranks, call.placement.axis_name)
+    ranks = axes.size(call.placement.axis_name)
+    whole = functools.partial(jax.lax.all_gather, axis_name=call.placement.axis_name, tiled=True)
     index = Shards(call.placement.layout, ranks).order(ranks * call.query.shape[1])
     by_query = {"kv_first": 2, "kv_last": 2, "selected": 1}
-    found = {name: whole(x, axis) for name, axis in by_query.items() if (x := getattr(call, name)) is not None}
+    found = {name: whole(x, axis=axis) for name, axis in by_query.items() if (x := getattr(call, name)) is not None}
     return dataclasses.replace(
         call,
-        query=whole(call.query, 1),
+        query=whole(call.query, axis=1),
         q_positions=call.query_offset.reshape(-1, 1) + index[None],
         query_offset=None,
         **found,
     )
-
-
-def _of_all_ranks(axis: tuple[str, ...], x: jax.Array, dim: int) -> jax.Array:
-    return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _group(block: Block) -> int:
