@@ -117,9 +117,7 @@ class _Rank:
 
     @classmethod
     def of(cls, call: Call, check: Check) -> "_Rank":
-        roles = Roles(
-            call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
-        )
+        roles = call.placement.roles
         return cls(call, check.of_cache, check.local, roles, axes.size(roles.sequence))
 
     @property

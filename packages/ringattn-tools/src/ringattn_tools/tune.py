@@ -52,7 +52,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
         run_as = for_engine(local.placed(strategy=strategy_of(registration, local)))
-        asked.append((registration, of_call(registration, run_as, size(run_as.placement.axis_name or ()))))
+        asked.append((registration, of_call(registration, run_as, size(run_as.placement.roles.sequence))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]

@@ -42,7 +42,8 @@ def ring_of(kernel: Any, call: Call, place: tuple[Any, ...] | None = None, strip
     `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
     mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `stripe` is as in `run`.
     """
-    axis = () if place else call.placement.axis_name or ()
+    roles = call.placement.roles
+    axis = () if place else roles.sequence
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
     shards = Shards(call.placement.layout, math.prod(sizes), stripe, folded=call.placement.balance is not None)
     if call.placement.strategy == "all_gather":
@@ -57,14 +58,14 @@ def ring_of(kernel: Any, call: Call, place: tuple[Any, ...] | None = None, strip
         key_shards=key_shards,
         levels=loops,
         rank=jnp.asarray(rank, jnp.int32),
-        batch_index=_global_indices(call.placement.batch_axis_name, call.query.shape[0]),
-        head_index=_global_indices(call.placement.head_axis_name, call.query.shape[2]),
+        batch_index=_global_indices(roles.batch, call.query.shape[0]),
+        head_index=_global_indices(roles.heads, call.query.shape[2]),
     )
 
 
-def _global_indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
+def _global_indices(axis: tuple[str, ...], count: int) -> Int32[Array, " count"]:
     """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes `axis` split."""
-    return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
+    return axes.coordinate(axis) * count + jnp.arange(count, dtype=jnp.int32)
 
 
 @jax.custom_vjp

@@ -86,9 +86,9 @@ _sharded_queries = without_derivative(
 
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
-    assert call.placement.axis_name is not None and call.query_offset is not None
-    ranks = axes.size(call.placement.axis_name)
-    whole = functools.partial(jax.lax.all_gather, axis_name=call.placement.axis_name, tiled=True)
+    assert call.query_offset is not None
+    axis = call.placement.roles.sequence
+    ranks, whole = axes.size(axis), functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
     index = Shards(call.placement.layout, ranks).order(ranks * call.query.shape[1])
     by_query = {"kv_first": 2, "kv_last": 2, "selected": 1}
     found = {name: whole(x, axis=axis) for name, axis in by_query.items() if (x := getattr(call, name)) is not None}

@@ -28,7 +28,7 @@ def strategy_of(registration: Registration | None, call: Call, sizes: tuple[int,
 
     Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
     """
-    axis = call.placement.axis_name or ()
+    axis = call.placement.roles.sequence
     ranks, inner = sizes or (axes.size(axis), axes.size(axis[-1:]))
     if ranks == 1 or call.placement.strategy == "ring":
         return "ring"
@@ -79,7 +79,7 @@ def run(registration: Registration, call: Call) -> Any:
     exchanged = with_parameters(registration, for_engine(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     by_heads = call.placement.strategy == "ulysses"
-    stripe = axes.size((call.placement.axis_name or ())[-1:]) if by_heads else 1
+    stripe = axes.size(call.placement.roles.sequence[-1:]) if by_heads else 1
     kernel = registration.implementation()
     partial = engine.run(kernel, exchanged, stripe)
     assert partial.out is not None
@@ -100,7 +100,7 @@ def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
     A call need not name axes of size 1. But JAX may track that `max_logits` varies over them, and only a maximum over
     them tells it otherwise.
     """
-    named = (*(call.placement.axis_name or ()), *(call.placement.batch_axis_name or ()))
+    named = (*call.placement.roles.sequence, *call.placement.roles.batch)
     alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}
     over = (*named, *sorted(alone - {*named}))
     own = align(max_logits, axes.tracked() & {*over})
