@@ -130,12 +130,6 @@ def _chunked(block: Block, count: int) -> Block:
         repeated += [name for name, x in by_row.items() if x is not None and len(x) > 1]
     of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in repeated}
     if block.bits is not None and count > 1:  # a chunk has whole bits
-        of_keys["bits"] = _bits_of_chunks(block.bits, block.kv_length // block.grain, count)
+        chunks = jnp.moveaxis(bits.of_parts(block.bits, count, length // block.grain), 3, 1)
+        of_keys["bits"] = chunks.reshape(-1, *chunks.shape[2:])
     return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
-
-
-def _bits_of_chunks(words: jax.Array, number: int, count: int) -> jax.Array:
-    """The words of `count` chunks as batch rows, from the words of `number` bits."""
-    seen = bits.unpacked(words, number).reshape(*words.shape[:3], count, -1)
-    chunks = jnp.moveaxis(bits.packed(seen), 3, 1)
-    return chunks.reshape(-1, *chunks.shape[2:])
