@@ -78,7 +78,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
     if call.expand is not None:
         dlatents = [dx if dx is None else dx.astype(x.dtype) for dx, x in zip(dkv.arrays, call.travelling, strict=True)]
         return dataclasses.replace(_cotangents(call, gradients), latents=dlatents, expand_params=sums.dparams)
-    dk, dv = dkv.pair(call.query.shape[-1])
+    dk, dv = packing.unpack(dkv.arrays, call.query.shape[-1])
     return _cotangents(call, gradients | {"key": dk, "value": dv})
 
 

@@ -34,10 +34,6 @@ class KV:
         """The axis of tokens of each array."""
         return 1 if isinstance(self.arrays, (tuple, list)) else self.arrays.ndim - 3
 
-    def pair(self, key_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values apart; `key_dim` is the head size of the keys."""
-        return self.arrays if isinstance(self.arrays, tuple) else packing.unpack(self.arrays, key_dim)
-
 
 def packed(kv: KV) -> KV:
     """Packs a pair of keys and values in one array; returns `kv` itself if it is no pair.
@@ -52,7 +48,7 @@ def packed(kv: KV) -> KV:
 def total(dkv: KV, arriving: KV) -> KV:
     """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them."""
     mine = dkv.arrays
-    others = arriving.pair(mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
+    others = packing.unpack(arriving.arrays, mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
     start = arriving.start - dkv.start
     rows = (*[slice(None)] * dkv.token_axis, slice(start, start + arriving.length))
 
