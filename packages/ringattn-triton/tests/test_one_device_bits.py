@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import ring_attention
-from ringattn_testing.traced_calls import forget_traced_calls
 from ringattn_triton.portable import schedules
 
 TOKENS, HEADS, KV_HEADS, SIZE = 96, 4, 2, 16
@@ -79,8 +78,8 @@ def test_tiles_by_the_length_or_the_heads_of_a_shard_have_other_bits(
         return dataclasses.replace(right(block, *rest), kv_tile=32 if of_shard(block) == whole else 16)
 
     monkeypatch.setattr(schedules, "forward", wrong)
-    forget_traced_calls()
+    jax.clear_caches()  # kernels choose their tiles where they are traced
     try:
         assert "out" in differing(2, strategy)
     finally:
-        forget_traced_calls()
+        jax.clear_caches()
