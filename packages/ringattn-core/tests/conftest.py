@@ -8,7 +8,7 @@ import pytest
 COMPUTING = (
     *(f"contract.{name}" for name in ("dropout", "merge", "ordering", "packing", "tiles", "visibility")),
     "placement.layout",
-    *(f"ring.{name}" for name in ("backward", "engine", "forward", "sends")),
+    *(f"ring.{name}" for name in ("backward", "engine", "exchange", "forward")),
 )
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")
 hypothesis.settings.register_profile("promises", derandomize=True, deadline=None, database=None, max_examples=60)

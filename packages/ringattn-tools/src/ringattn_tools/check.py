@@ -117,9 +117,7 @@ class _Rank:
 
     @classmethod
     def of(cls, call: Call, check: Check) -> "_Rank":
-        roles = Roles(
-            call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
-        )
+        roles = call.placement.roles
         return cls(call, check.of_cache, check.local, roles, axes.size(roles.sequence))
 
     @property
@@ -424,8 +422,9 @@ def _promise(rank: _Rank) -> Iterator[Finding]:
     if promised_reach == Reach():
         return
     batch, tokens = call.query.shape[:2]
-    call = dataclasses.replace(call, expand=None, latents=None, expand_params=None).placed(balance=None)
-    ring = ring_of(None, call, all_gather=True)
+    call = dataclasses.replace(call, expand=None, latents=None, expand_params=None)
+    call = call.placed(balance=None, strategy="all_gather")
+    ring = ring_of(None, call)
     call = with_all_ids(ring, call)
     length = call.key.shape[1] * rank.ranks
     nothing = jnp.zeros((batch, length, call.key.shape[2], 0), call.key.dtype)

@@ -69,7 +69,7 @@ def hops_of_call(call: Call, ranks: int, inner: int, stripe: int = 1) -> Hops:
 
     Of the arrays only shapes and dtypes are read. `stripe` is as in core's `engine.run`.
     """
-    sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
+    sizes, call = (ranks // inner, inner) if 1 < inner < ranks else (ranks,), call.placed(strategy="ring")
     ring = engine.ring_of(None, call, (0, *sizes), stripe=stripe)
     forward = _forward(ring.levels, call, 0)
     distances = tuple(step.distance for step in forward)
@@ -142,7 +142,7 @@ def _sending(steps: tuple[Step, ...], messages: list[Message]) -> list[Step]:
 
 def own_block(call: Call) -> Block:
     """The block of this rank's queries and its own keys. The axis of the call must be bound, as in a `vmap`."""
-    ring = engine.ring_of(None, call)
+    ring = engine.ring_of(None, call.placed(strategy="ring"))
     call = with_all_ids(ring, call)
     return block_of(ring, call, queries_of(ring, call), KV(packing.pack(call.key, call.value)), ring.rank)
 

@@ -13,7 +13,7 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
-from ringattn_core.strategies.run import exchange, strategy_of
+from ringattn_core.strategies.run import for_engine, strategy_of
 from ringattn_core.tuning.problem import Problem, of_call
 
 from . import call_arguments, search, stored, tuned_files
@@ -51,8 +51,8 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = chosen(arguments.backend, local)
-        run_as = exchange(local.placed(strategy=strategy_of(registration, local)))
-        asked.append((registration, of_call(registration, run_as, size(run_as.placement.axis_name or ()))))
+        run_as = for_engine(local.placed(strategy=strategy_of(registration, local)))
+        asked.append((registration, of_call(registration, run_as, size(run_as.placement.roles.sequence))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]

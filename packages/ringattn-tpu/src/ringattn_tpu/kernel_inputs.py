@@ -71,9 +71,8 @@ class KernelInputs(NamedTuple):
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
         if self.block.bits is not None and self.block.grain > 1:
             sizes = self.sizes
-            words = mask_bits.of_tiles(
-                self.block.bits, sizes.kv_tile // self.block.grain, sizes.kv_length // sizes.kv_tile
-            )
+            count, each = sizes.kv_length // sizes.kv_tile, sizes.kv_tile // self.block.grain
+            words = mask_bits.of_tiles(self.block.bits, count, each)
             found["mask_words"] = self.operand(words, "BMS.T", by_keys)
         elif self.block.bits is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile

@@ -16,7 +16,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt32
-from ringattn_core.contract.bits import WORD, Bits, packed, regrained, unpacked
+from ringattn_core.contract.bits import WORD, Bits, of_parts, regrained
 from ringattn_core.contract.protocol import Block
 
 from .block_sizes import LANES, SUBLANES
@@ -52,10 +52,9 @@ def with_grain(block: Block, kv_tile: int) -> Block:
     return dataclasses.replace(block, bits=words, grain=grain)
 
 
-def of_tiles(words: UInt32[Array, "b m T W"], each: int, tiles: int) -> Int32[Array, "b m tiles words T"]:
-    """The words of each query, packed anew for each of `tiles` tiles of keys, which have `each` bits."""
-    seen = unpacked(words, tiles * each).reshape(*words.shape[:3], tiles, each)
-    return jax.lax.bitcast_convert_type(jnp.moveaxis(packed(seen), 2, 4), jnp.int32)
+def of_tiles(words: UInt32[Array, "b m T W"], tiles: int, each: int) -> Int32[Array, "b m tiles words T"]:
+    """The words of each query for each of `tiles` tiles of keys, which have `each` bits."""
+    return jax.lax.bitcast_convert_type(jnp.moveaxis(of_parts(words, tiles, each), 2, 4), jnp.int32)
 
 
 def _along_queries(words: UInt32[Array, "b m T W"]) -> UInt32[Array, "b m rows S"]:

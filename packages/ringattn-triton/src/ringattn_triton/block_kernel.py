@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block kernel that core calls: it gives each block to the first family of kernels that takes the block."""
 
+import dataclasses
 import functools
 from typing import Final, Protocol
 
 import jax
 from jaxtyping import Array, Float, Float32
+from ringattn_core.contract import heads_as_rows
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 
 from . import grouped_rows
@@ -68,8 +70,9 @@ class TritonKernel:
 def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     """Computes a block by the first family that takes it; jitted, so that equal blocks of all hops are traced once."""
     if grouped_rows.grouped(block):
-        found = _forward(grouped_rows.as_rows(block), grouped_rows.partial_of_rows(partial, block.group), target)
-        return grouped_rows.partial_of_heads(found, block.group)
+        partial = None if partial is None else heads_as_rows.partial_of_rows(partial, block.group)
+        found = _forward(grouped_rows.as_rows(block), partial, target)
+        return heads_as_rows.partial_of_heads(found, block.group)
     family = next(family for family in FAMILIES if family.why_not_forward(block, target) is None)
     return family.forward(block, partial, target)
 
@@ -84,10 +87,10 @@ def _backward(
     target: Target,
 ) -> Gradients:
     if grouped_rows.grouped(block):
-        of_rows = [x if x is None else grouped_rows.rows(x, block.group) for x in (dout, dq)]
-        numbers = [grouped_rows.numbers_of_rows(x, block.group) for x in (lse, delta)]
+        of_rows = [x if x is None else heads_as_rows.rows(x, block.group) for x in (dout, dq)]
+        numbers = [heads_as_rows.numbers_of_rows(x, block.group) for x in (lse, delta)]
         found = _backward(grouped_rows.as_rows(block), of_rows[0], *numbers, of_rows[1], target)
-        return grouped_rows.gradients_of_heads(found, block.group)
+        return dataclasses.replace(found, dq=heads_as_rows.heads(found.dq, block.group))
     family = next(family for family in FAMILIES if family.why_not_backward(block, target) is None)
     return family.backward(block, dout, lse, delta, dq, target)
 

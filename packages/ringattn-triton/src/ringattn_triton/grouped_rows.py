@@ -2,19 +2,18 @@
 """Makes the query heads of a key head rows of one head where queries choose blocks, so that a tile has few queries.
 
 A tile visits every block that one of its queries has chosen. A tile of 128 queries of one head visits most blocks. With
-16 heads in a group, the same 128 rows are 8 queries in all of these heads, which choose fewer blocks. Row `i` is query
-`i // group`, and all rows of a query share its row of `bits`. Reordering copies queries, outputs and gradients, which
-costs little beside the tiles that are skipped.
+16 heads in a group, the same 128 rows are 8 queries in all of these heads, which choose fewer blocks. All rows of a
+query share its row of `bits`. Reordering copies queries, outputs and gradients (`contract.heads_as_rows` of core),
+which costs little beside the tiles that are skipped.
 """
 
 import dataclasses
 from typing import Final
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.protocol import Block, Gradients, Partial
+from ringattn_core.contract import heads_as_rows
+from ringattn_core.contract.protocol import Block
 
 GROUPS: Final = (8, 16, 32, 64)
 """The numbers of query heads of a key head that become rows. They divide the rows of every tile."""
@@ -33,59 +32,8 @@ def grouped(block: Block) -> bool:
 
 def as_rows(block: Block) -> Block:
     """The block with the query heads of each key head as rows of one head. Its `bits` keep a row for each query."""
-    assert block.bits is not None
-    others = dataclasses.replace(block, bits=None).map_queries(lambda x, axis: jnp.repeat(x, block.group, axis))
-    heads = block.head_index[: block.kv_heads]
-    return dataclasses.replace(others, q=rows(block.q, block.group), bits=block.bits, head_index=heads, out=None)
-
-
-def rows(x: Float[Array, "B T N H"], group: int) -> Float[Array, "B rows K H"]:
-    batch, length, heads, size = x.shape
-    return x.reshape(batch, length, heads // group, group, size).swapaxes(2, 3).reshape(batch, length * group, -1, size)
-
-
-def heads(x: Float[Array, "B rows K H"], group: int) -> Float[Array, "B T N H"]:
-    """The inverse of `rows`."""
-    batch, length, kv_heads, size = x.shape
-    split = x.reshape(batch, length // group, group, kv_heads, size).swapaxes(2, 3)
-    return split.reshape(batch, length // group, -1, size)
-
-
-def numbers_of_rows(x: Float32[Array, "B N T"], group: int) -> Float32[Array, "B K rows"]:
-    batch, heads, length = x.shape
-    return x.reshape(batch, heads // group, group, length).swapaxes(2, 3).reshape(batch, -1, length * group)
-
-
-def numbers_of_heads(x: Float32[Array, "B K rows"], group: int) -> Float32[Array, "B N T"]:
-    """The inverse of `numbers_of_rows`."""
-    batch, kv_heads, length = x.shape
-    return x.reshape(batch, kv_heads, -1, group).swapaxes(2, 3).reshape(batch, -1, length // group)
-
-
-def partial_of_rows(partial: Partial | None, group: int) -> Partial | None:
-    if partial is None:
-        return None
-    out, largest = partial.out, partial.max_logits
-    return Partial(
-        out if out is None else rows(out, group),
-        numbers_of_rows(partial.lse, group),
-        largest if largest is None else numbers_of_rows(largest, group),
-    )
-
-
-def partial_of_heads(partial: Partial, group: int) -> Partial:
-    """The inverse of `partial_of_rows`."""
-    assert partial.out is not None
-    largest = partial.max_logits
-    return Partial(
-        heads(partial.out, group),
-        numbers_of_heads(partial.lse, group),
-        largest if largest is None else numbers_of_heads(largest, group),
-    )
-
-
-def gradients_of_heads(gradients: Gradients, group: int) -> Gradients:
-    return dataclasses.replace(gradients, dq=heads(gradients.dq, group))
+    others = heads_as_rows.as_rows(dataclasses.replace(block, bits=None), block.group)
+    return dataclasses.replace(others, bits=block.bits)
 
 
 def of_queries(block: Block) -> tuple[Block, int]:

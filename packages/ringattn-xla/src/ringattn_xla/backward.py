@@ -55,7 +55,7 @@ def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
         keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), rule.keep_weight, 0.0)
         dropped, dp = p * keep, dp * keep
     ds = p * (dp - read["delta"][:, :, None])
-    added = {f"d{name}": x for name, x in term_gradients(ds, tile, by_keys=True).items()}
+    added = {f"d{name}": x for name, x in term_gradients(ds, tile).items()}
     if rule.logits_soft_cap is not None:
         ds = ds * (1.0 - jnp.square(capped / rule.logits_soft_cap))
     dropped, ds = dropped.astype(dtype), (ds * rule.softmax_scale).astype(dtype)

@@ -40,9 +40,9 @@ def terms(block: Block) -> Arrays:
     return {name: x.astype(jnp.float32) for name, x in found.items() if x is not None}
 
 
-def term_gradients(ds: Scores, tile: Block, by_keys: bool) -> Arrays:
-    """The gradients of the arrays in `terms(tile)`, by name, from `ds`, which is `[b k s r]` if `by_keys`."""
-    return jax.vjp(lambda terms: _with_terms(ds, terms, tile, by_keys), terms(tile))[1](ds)[0]
+def term_gradients(ds: Scores, tile: Block) -> Arrays:
+    """The gradients of the arrays in `terms(tile)`, by name, from `ds`, `[b k s r]`."""
+    return jax.vjp(lambda terms: _with_terms(ds, terms, tile, by_keys=True), terms(tile))[1](ds)[0]
 
 
 def _with_terms(s: Scores, terms: Mapping[str, Any], tile: Block, by_keys: bool) -> Scores:

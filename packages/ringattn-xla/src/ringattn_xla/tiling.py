@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.bits import WORD, packed, unpacked, words_of
+from ringattn_core.contract.bits import WORD, of_parts, words_of
 from ringattn_core.contract.protocol import LETTERS, Block
 from ringattn_core.contract.tiles import near_equal, tiles
 
@@ -93,8 +93,7 @@ def _with_words_of_tiles(block: Block, size: Cut) -> Block:
     count = block.kv_length // size.kv
     if block.bits is None or block.grain == 1 or count == 1:
         return block
-    each = size.kv // block.grain
-    words = packed(unpacked(block.bits, count * each).reshape(*block.bits.shape[:3], count, each))
+    words = of_parts(block.bits, count, size.kv // block.grain)
     return dataclasses.replace(block, bits=words.reshape(*block.bits.shape[:3], -1))
 
 

@@ -67,7 +67,7 @@ def refuse_repeated_indices(call: Call) -> None:
     """
     if call.rule.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1):
         named = {name: getattr(call.placement, name) for name in AXIS_NAMES}
-        refuse_unnamed_axes(named | {"axis_name": call.placement.axis_name or ()}, [call.query, call.key, call.value])
+        refuse_unnamed_axes(named | {"axis_name": call.placement.roles.sequence}, [call.query, call.key, call.value])
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
@@ -75,11 +75,8 @@ def named_roles(call: Call, mesh: Any) -> Roles:
 
     The usual names are `BATCH_AXES` and `HEAD_AXES`. Warns of mesh axes that split nothing.
     """
-    sequence, batch, heads = (
-        call.placement.axis_name or (),
-        call.placement.batch_axis_name,
-        call.placement.head_axis_name,
-    )
+    sequence = call.placement.roles.sequence
+    batch, heads = call.placement.batch_axis_name, call.placement.head_axis_name
     all_named = None not in (call.placement.axis_name, batch, heads)
     free = [name for name in mesh.axis_names if name not in sequence and name not in axes.manual()]
     batch = tuple(n for n in free if n in BATCH_AXES and n not in (heads or ())) if batch is None else batch
@@ -121,7 +118,7 @@ def _of_specs(call: Call, in_specs: Any, mesh: Any) -> Roles:
     for number, spec in enumerate(given):
         for names in _entries(f"in_specs[{number}]", spec):
             refuse_unknown_axes(f"in_specs[{number}]", names, mesh)
-    sequence, (batch, tokens, heads, rest) = call.placement.axis_name or (), _entries("in_specs[0]", given[0])
+    sequence, (batch, tokens, heads, rest) = call.placement.roles.sequence, _entries("in_specs[0]", given[0])
     if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
         raise MeshError(
             f"in_specs={in_specs} must split query, key and value alike, axis 1 over axis_name={sequence}, and leave "

@@ -24,9 +24,8 @@ from ..tuning import choice
 from .dispatch import answer, chosen
 from .mesh_roles import refuse_repeated_indices, roles_of
 from .selected import refuse_straddling
-from .tracked import within_tracked
+from .tracked import Arrays, within_tracked
 
-Arrays = dict[str, Any]
 Work = Callable[[Registration, Call], Any]
 """The computation that each rank runs on its shard: from a backend and a local call to the result."""
 
@@ -83,7 +82,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         call = _padded(dataclasses.replace(call, **_each(over_explicit, call, mesh, specs(call, whole))), *more)
         repeated = {"key": _repeated(call.key, copies), "value": _repeated(call.value, copies)}
         call = dataclasses.replace(call, **repeated, selected=call.selected_by(copies))
-    return call.with_shared_gradients(roles).placed(**roles.names), roles
+    return call.placed(**roles.names).with_shared_gradients(), roles
 
 
 def _padding(call: Call, ranks: int) -> tuple[int, int]:

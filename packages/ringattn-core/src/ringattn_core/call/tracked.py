@@ -15,7 +15,8 @@ from ..contract.varying import align, axes_of
 from ..placement import axes
 from ..ring.remat import LSE_NAME
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Any]
+"""The arrays of a call by name; those of `expand` are lists of arrays."""
 
 
 def within_tracked(

@@ -41,10 +41,7 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     for name, length in zip(("query", "key"), sizes.lengths, strict=True):
         layouts.refuse_indivisible(name, length, layout, sizes.lengths[0] // call.query.shape[1], said_by)
     refuse_straddling(call, sizes.lengths[1] // call.key.shape[1], call.key.shape[1])
-    roles = arrays.Roles(
-        call.placement.batch_axis_name or (), call.placement.axis_name or (), call.placement.head_axis_name or ()
-    )
-    return call.with_shared_gradients(roles).placed(axis_name=call.placement.axis_name or None)
+    return call.with_shared_gradients().placed(axis_name=call.placement.roles.sequence or None)
 
 
 def fitted(

@@ -101,6 +101,11 @@ def regrained(bits: Bits, start: int, keys: int, grain: int) -> UInt32[Array, "b
     return packed(unpacked(bits.words, -(-(start + keys) // grain), bits.grain // grain)[..., start // grain :])
 
 
+def of_parts(words: UInt32[Array, "b m T W"], count: int, each: int) -> UInt32[Array, "b m T count words"]:
+    """The words of each of `count` parts of the keys, which have `each` bits: a part begins with a word of its own."""
+    return packed(unpacked(words, count * each).reshape(*words.shape[:3], count, each))
+
+
 def unpacked(words: UInt32[Array, "*rows W"], length: int, grain: int = 1) -> Bool[Array, "*rows S"]:
     """Whether each of `length` keys has its bit set, as booleans; a bit is for `grain` keys."""
     bits = (words[..., None] >> _places(words.ndim)) & jnp.uint32(1)

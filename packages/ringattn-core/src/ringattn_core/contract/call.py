@@ -32,6 +32,11 @@ class Placement:
     strategy: str = "ring"
     max_distance: Reach = Reach()
 
+    @property
+    def roles(self) -> arrays.Roles:
+        """Which mesh axes split the batch, the sequence and the heads: none where none is given."""
+        return arrays.Roles(self.batch_axis_name or (), self.axis_name or (), self.head_axis_name or ())
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -136,15 +141,15 @@ class Call:
             return ids
         return jnp.repeat(ids, copies, 2)
 
-    def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
+    def with_shared_gradients(self) -> "Call":
         """The call with a float32 bias if several ranks share the bias, so that they add up its gradient in float32.
 
-        Ranks share the bias if it has length 1 along an axis that `roles` splits over ranks. (They may share sinks and
-        slopes too, but these are float32 in every call.)
+        Ranks share the bias if it has length 1 along an axis that mesh axes split. (They may share sinks and slopes
+        too, but these are float32 in every call.)
         """
         if self.bias is None:
             return self
-        named = zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
+        roles, named = self.placement.roles, zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
         if not any(size == 1 and arrays.broadcasts(letter) and roles.of(letter) for letter, size in named):
             return self
         return self.widened(bias=self.bias.astype(jnp.float32))

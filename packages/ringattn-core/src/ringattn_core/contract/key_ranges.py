@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call for a whole block: the first and the last key that each query sees, as indices of the keys of the call."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,9 +9,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..masks import Reach
+from ..masks.reach import moved
+from ..placement.layout import Shards
 from .protocol import Block
 from .static_masks import WHOLE, Part, Piece
 from .varying import align, axes_of
+
+
+def in_indices(block: Block, shards: Shards, owner: Any, length: int, start: int) -> Block:
+    """The block with `first`, `last` and `kv_positions` as indices of its keys, for a kernel with `key_indices`.
+
+    The keys are those from `start` on in the shard of rank `owner`, which has `length` keys in the order of `shards`.
+    They have the positions of the layout, which increase.
+    """
+    first, last = block.first, block.last
+    return dataclasses.replace(
+        block,
+        first=first if first is None else shards.before(first, owner, length) - start,
+        last=last if last is None else shards.before(moved(last, 1), owner, length) - 1 - start,
+        kv_positions=jnp.arange(block.kv_length, dtype=jnp.int32)[None],
+    )
 
 
 def ranged(block: Block) -> Piece:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Pair = tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
 Packed = Float[Array, "2 B S K H"] | Float[Array, "B S K HHv"]
 
 
@@ -33,8 +34,8 @@ def _in_pairs(k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.stack(pairs), k.dtype).reshape(2, *k.shape)
 
 
-def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:
-    """The keys and values in `packed`; `key_dim` is the head size of the keys."""
-    if packed.ndim == 5:
-        return packed[0], packed[1]
-    return packed[..., :key_dim], packed[..., key_dim:]
+def unpack(kv: Packed | Pair, key_dim: int) -> Pair:
+    """The keys and values in `kv`, packed or a pair; `key_dim` is the head size of the keys."""
+    if isinstance(kv, tuple):
+        return kv
+    return (kv[0], kv[1]) if kv.ndim == 5 else (kv[..., :key_dim], kv[..., key_dim:])

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 from ..masks.reach import Reach
 from ..placement.arrays import axes_with, letters_of
 from .bits import WORD, words_of
-from .packing import Packed, unpack
+from .packing import Packed, Pair, unpack
 from .rule import Rule
 
 
@@ -72,7 +72,7 @@ class Block:
     """
 
     q: Float[Array, "B T N H"]
-    kv: Packed | tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
+    kv: Packed | Pair
     first: Int32[Array, "b n T"] | None
     last: Int32[Array, "b n T"] | None
     q_positions: Int32[Array, "b T"]
@@ -101,16 +101,12 @@ class Block:
     @property
     def k(self) -> Float[Array, "B S K H"]:
         """The keys."""
-        return self._pair[0]
+        return unpack(self.kv, self.q.shape[-1])[0]
 
     @property
     def v(self) -> Float[Array, "B S K Hv"]:
         """The values."""
-        return self._pair[1]
-
-    @property
-    def _pair(self) -> tuple[jax.Array, jax.Array]:
-        return self.kv if isinstance(self.kv, tuple) else unpack(self.kv, self.q.shape[-1])
+        return unpack(self.kv, self.q.shape[-1])[1]
 
     @property
     def q_length(self) -> int:

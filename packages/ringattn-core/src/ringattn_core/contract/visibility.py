@@ -13,13 +13,14 @@ from . import bits
 from .protocol import BIAS_FORBIDS, Block
 
 
-class Intervals(NamedTuple):
-    """The first and the last key position that each query sees, and the masks that become bits.
+class Queries(NamedTuple):
+    """Some queries, for all blocks of a call: where they are, the first and the last key position that each sees.
 
     `first` and `last` are as in `Block`. `masks` are all masks of the `mask_builder` if one of them is no interval, and
-    else none. `monotone`: neither end decreases where positions do not.
+    else none; they become bits. `monotone`: neither end decreases where positions do not.
     """
 
+    at: Coordinates
     first: Int32[Array, "b n T"] | None
     last: Int32[Array, "b n T"] | None
     masks: tuple[Mask, ...]
@@ -28,7 +29,7 @@ class Intervals(NamedTuple):
 
 def intervals(
     reach: Reach, built: Built, kv_range: Interval, q: Coordinates, head_index: Int32[Array, " N"], natural: bool
-) -> Intervals:
+) -> Queries:
     """What queries at `q`, `[b, T]`, see by `reach`, by the masks that a `mask_builder` made, and by `kv_range`.
 
     The masks become intervals if each of them is one. `kv_range` is `[b, n, T]`. `natural`: positions are indices in
@@ -42,7 +43,7 @@ def intervals(
     # No interval that contains the query's own position is empty: the ends of empty ones are not monotone.
     of_call = bool(as_bits) or all(mask.monotone and mask.contains_own for mask in built.masks)
     monotone = of_call and kv_range.first is kv_range.last is None
-    return Intervals(*_without_empty(seen), as_bits, monotone)
+    return Queries(q, *_without_empty(seen), as_bits, monotone)
 
 
 def _of_heads(of_masks: list[Interval], mask_of_head: Int32[Array, " N"], q: Coordinates) -> Interval:

@@ -3,7 +3,6 @@
 
 from .algebra import And as And
 from .algebra import Coordinates as Coordinates
-from .algebra import Interval as Interval
 from .algebra import Mask as Mask
 from .algebra import Not as Not
 from .algebra import Or as Or
@@ -16,4 +15,5 @@ from .kinds import Local as Local
 from .kinds import Numpy as Numpy
 from .kinds import Predicate as Predicate
 from .kinds import Prefix as Prefix
+from .reach import Interval as Interval
 from .reach import Reach as Reach

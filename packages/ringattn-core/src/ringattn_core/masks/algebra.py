@@ -7,13 +7,11 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Int32
 from typing_extensions import override
 
 from ..errors import InputError
-from .reach import Reach, moved
+from .reach import Interval, Reach, moved
 
 
 class Coordinates(NamedTuple):
@@ -22,8 +20,8 @@ class Coordinates(NamedTuple):
     The arrays are of NumPy or of JAX: masks use only operators and methods that both libraries have.
     """
 
-    positions: Int32[Array | np.ndarray, "*tokens"]
-    index: Int32[Array | np.ndarray, "*tokens"]  # pyright: ignore[reportIncompatibleMethodOverride]
+    positions: Int32[Any, "*tokens"]
+    index: Int32[Any, "*tokens"]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def rows(self) -> "Coordinates":
         """The tokens as queries: appends an axis, `[..., T, 1]`, to broadcast against keys."""
@@ -32,31 +30,6 @@ class Coordinates(NamedTuple):
     def columns(self) -> "Coordinates":
         """The tokens as keys: inserts an axis, `[..., 1, S]`, to broadcast against queries."""
         return Coordinates(self.positions[..., None, :], self.index[..., None, :])
-
-
-class Interval(NamedTuple):
-    """The first and the last key position that each query sees, both inclusive; `None` is no bound on that side.
-
-    A query with `first > last` sees no key. `a & b` is the intersection.
-    """
-
-    first: Int32[Array, "*tokens"] | None = None
-    last: Int32[Array, "*tokens"] | None = None
-
-    def __and__(self, other: "Interval") -> "Interval":
-        return Interval(_joined(jnp.maximum, self.first, other.first), _joined(jnp.minimum, self.last, other.last))
-
-    def hull(self, other: "Interval") -> "Interval":
-        """The least interval that contains both; neither is empty."""
-        return Interval(
-            None if self.first is None or other.first is None else jnp.minimum(self.first, other.first),
-            None if self.last is None or other.last is None else jnp.maximum(self.last, other.last),
-        )
-
-
-def _joined(combine: Callable[..., Array], a: Array | None, b: Array | None) -> Array | None:
-    """`combine(a, b)`, or the one that is given."""
-    return b if a is None else a if b is None else combine(a, b)
 
 
 class Mask:

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from ..errors import InputError
 from ..integers import fitting, whole
-from .algebra import Coordinates, Interval, Mask, all_of
-from .reach import INT32_MAX, INT32_MIN, Reach
+from .algebra import Coordinates, Mask, all_of
+from .reach import INT32_MAX, INT32_MIN, Interval, Reach
 
 
 def _refuse_no_integer(mask: Mask, name: str, least: int) -> None:
@@ -38,7 +38,7 @@ class _OfReach(Mask):
 
     @override
     def interval(self, q: Coordinates, natural: bool) -> Interval:
-        return Interval(*self.reach.bounds(q.positions))
+        return self.reach.bounds(q.positions)
 
     @property
     @override

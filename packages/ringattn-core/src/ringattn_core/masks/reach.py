@@ -2,13 +2,41 @@
 """How far a query may see by positions alone: causality, a window and chunks, known when a program is traced."""
 
 import dataclasses
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 UNBOUNDED: Final = 2**30
 """The `span` of a reach with a side that has no bound."""
+
+
+class Interval(NamedTuple):
+    """The first and the last key position that each query sees, both inclusive; `None` is no bound on that side.
+
+    A query with `first > last` sees no key. `a & b` is the intersection.
+    """
+
+    first: Int32[Array, "*tokens"] | None = None
+    last: Int32[Array, "*tokens"] | None = None
+
+    def __and__(self, other: "Interval") -> "Interval":
+        return Interval(_joined(jnp.maximum, self.first, other.first), _joined(jnp.minimum, self.last, other.last))
+
+    def hull(self, other: "Interval") -> "Interval":
+        """The least interval that contains both; neither is empty."""
+        return Interval(
+            None if self.first is None or other.first is None else jnp.minimum(self.first, other.first),
+            None if self.last is None or other.last is None else jnp.maximum(self.last, other.last),
+        )
+
+
+def _joined(combine: Callable[..., Array], a: Array | None, b: Array | None) -> Array | None:
+    """`combine(a, b)`, or the one that is given."""
+    return b if a is None else a if b is None else combine(a, b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +60,10 @@ class Reach:
     right: int | None = None
     chunk: int | None = None
 
-    def bounds(self, positions: Any) -> tuple[Any, Any]:
-        """The first and the last key position that queries at `positions` see, both inclusive; `None` is no bound.
+    def bounds(self, positions: Any) -> Interval:
+        """The interval that queries at `positions` see. Neither end decreases as a position grows.
 
-        Neither bound decreases as a position grows. `positions` and the results are int32, of NumPy or JAX; a sum
-        beyond int32 is clipped.
+        `positions` and the results are int32, of NumPy or JAX; a sum beyond int32 is clipped.
         """
         first = None if self.left is None else moved(positions, -self.left)
         last = None if self.right is None else moved(positions, self.right)
@@ -45,7 +72,7 @@ class Reach:
         if self.chunk is not None:
             start = positions - positions % self.chunk
             first = start if first is None else start.clip(min=first)
-        return first, last
+        return Interval(first, last)
 
     @property
     def span(self) -> int:

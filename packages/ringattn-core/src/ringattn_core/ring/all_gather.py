@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The strategy "all_gather": no hops. Each rank computes one block with the keys of all ranks, in natural order."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ def scattering(ring: Ring, body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_keys(ring: Ring, kv: KV) -> KV:
-    kv = packed(kv)
+    kv = dataclasses.replace(packed(kv), received=True)
     return jax.tree.map(lambda x: of_all_ranks(ring, x, kv.token_axis), kv)
 
 

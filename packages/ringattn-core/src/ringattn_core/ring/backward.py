@@ -17,7 +17,7 @@ from ..contract.static_masks import wants_static_masks
 from ..placement.arrays import zero_padding
 from . import all_gather
 from .blocks import Ring, block_of, queries_of
-from .exchange import exchange, first_keys, not_before
+from .exchange import exchange
 from .forward import sinks_of
 from .kv import KV, total
 from .plan import Hop, Level
@@ -72,13 +72,13 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
     if ring.all_gather:
         body = all_gather.scattering(ring, body)
     # The raw `dout` makes the first send wait for the forward pass. Arrays derived from `dout` are ready later.
-    dkv, sums = body(not_before(own, raw) if travel else own, ring.rank, Sums())
+    dkv, sums = body(ordering.tie(own, raw) if travel else own, ring.rank, Sums())
     gradients = {"query": sums.dq, "softmax_aux": _sink_gradients(call, result.lse, delta)}
     gradients |= {"bias": sums.dbias, "alibi_slopes": sums.dslopes}
     if call.expand is not None:
         dlatents = [dx if dx is None else dx.astype(x.dtype) for dx, x in zip(dkv.arrays, call.travelling, strict=True)]
         return dataclasses.replace(_cotangents(call, gradients), latents=dlatents, expand_params=sums.dparams)
-    dk, dv = dkv.pair(call.query.shape[-1])
+    dk, dv = packing.unpack(dkv.arrays, call.query.shape[-1])
     return _cotangents(call, gradients | {"key": dk, "value": dv})
 
 
@@ -101,8 +101,9 @@ def around(level: Level, body: Body) -> Body:
             return now.keys_in, now.added_to(dkv), sums
 
         *others, last = level.backward_hops
-        start = first_keys(level, given, sums.dq), (), sums
-        _, gradients, sums = level.run_hops(one_hop, start, others)
+        # The keys of the second hop of the forward pass are those of the first hop here. No kernel hides this send.
+        first = exchange(level, level.forward_hops[0], given, given, ended=sums.dq)
+        _, gradients, sums = level.run_hops(one_hop, (first.keys_in, (), sums), others)
         _, gradients, sums = one_hop((given, gradients, sums), last)
         return functools.reduce(total, gradients), sums
 

@@ -2,8 +2,7 @@
 """The block of one hop: this rank's queries, the keys that are here, and the global positions and indices of both."""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,12 @@ from jaxtyping import Array, Int32
 
 from ..contract import bits
 from ..contract.call import Call
+from ..contract.key_ranges import in_indices
 from ..contract.protocol import Block, BlockKernel
 from ..contract.static_masks import wants_key_indices, wants_static_masks
 from ..contract.varying import align, axes_of
-from ..contract.visibility import Intervals, intervals
+from ..contract.visibility import Queries, intervals
 from ..masks import Coordinates
-from ..masks.reach import moved
 from ..placement.layout import Shards
 from . import selected
 from .kv import KV
@@ -51,22 +50,13 @@ class Ring:
         return self.key_shards.count < self.query_shards.count
 
 
-class Queries(NamedTuple):
-    """The queries of a rank, computed once a call: the position and index of each, and which keys it sees."""
-
-    positions: Int32[Array, "b T"]
-    index: Int32[Array, "1 T"]  # pyright: ignore[reportIncompatibleMethodOverride]
-    sees: Intervals
-
-
 def queries_of(ring: Ring, call: Call) -> Queries:
-    """The `Queries` of this rank."""
+    """The queries of this rank, computed once a call."""
     index = _indices(ring, ring.query_shards, ring.rank, call.query.shape[1])
     offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
     positions = index + offset if call.q_positions is None else jnp.atleast_2d(call.q_positions)
     at = Coordinates(positions, index)
-    sees = intervals(call.reach, call.built, call.kv_range, at, ring.head_index, call.natural)
-    return Queries(positions, index, sees)
+    return intervals(call.reach, call.built, call.kv_range, at, ring.head_index, call.natural)
 
 
 def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Block:
@@ -88,29 +78,23 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
 
     kv_positions = kv_index if call.kv_positions is None else jnp.atleast_2d(of_keys(call.kv_positions))
     of_masks = bits.of_masks(
-        queries.sees.masks,
-        jnp.asarray(call.built.of_head, jnp.int32)[ring.head_index] if queries.sees.masks else None,
+        queries.masks,
+        jnp.asarray(call.built.of_head, jnp.int32)[ring.head_index] if queries.masks else None,
         columns(call.attention_mask),
-        Coordinates(queries.positions, queries.index),
+        queries.at,
         Coordinates(kv_positions, kv_index),
     )
     chosen = selected.bits_of(call, ring.key_shards, owner, length, kv)
     seen = bits.both(of_masks, chosen, call.query.shape[2], kv.length)
     words, of_head, grain = (None, None, 1) if seen is None else seen
-    first, last = queries.sees.first, queries.sees.last
-    if wants_key_indices(ring.kernel):  # keys have the positions of the layout, which increase
-        before = functools.partial(ring.key_shards.before, rank=owner, length=length)
-        first = first if first is None else before(first) - kv.start
-        last = last if last is None else before(moved(last, 1)) - 1 - kv.start
-        kv_positions = jnp.arange(kv.length, dtype=jnp.int32)[None]
-    return Block(
+    block = Block(
         q=call.query,
         kv=kv.arrays,
-        first=first,
-        last=last,
-        q_positions=queries.positions,
+        first=queries.first,
+        last=queries.last,
+        q_positions=queries.at.positions,
         kv_positions=kv_positions,
-        q_index=queries.index,
+        q_index=queries.at.index,
         kv_index=kv_index,
         batch_index=ring.batch_index,
         head_index=ring.head_index,
@@ -124,21 +108,15 @@ def block_of(ring: Ring, call: Call, queries: Queries, kv: KV, owner: Any) -> Bl
         rule=call.rule,
         grain=grain,
         reach=call.reach & call.built.reach,
-        monotone=queries.sees.monotone and call.q_positions is None and call.kv_positions is None,
-        keys_from=_keys_from(ring, call, kv) if wants_static_masks(ring.kernel) else None,
+        monotone=queries.monotone and call.q_positions is None and call.kv_positions is None,
+        keys_from=(ring.key_shards.layout if kv.received else "own") if wants_static_masks(ring.kernel) else None,
     )
+    return in_indices(block, ring.key_shards, owner, length, kv.start) if wants_key_indices(ring.kernel) else block
 
 
 def _indices(ring: Ring, shards: Shards, rank: Any, length: int) -> Int32[Array, "1 length"]:
     """`Shards.indices`, varying over the mesh axes that the rank varies over, also where they are a constant."""
     return align(shards.indices(rank, length)[None], axes_of(ring.rank))
-
-
-def _keys_from(ring: Ring, call: Call, kv: KV) -> str:
-    """`Block.keys_from`: "own", or the layout of keys that other ranks have too."""
-    if ring.all_gather:
-        return ring.key_shards.layout
-    return call.placement.layout if kv.received else "own"
 
 
 def _of_rows(kv: KV, x: jax.Array) -> jax.Array:

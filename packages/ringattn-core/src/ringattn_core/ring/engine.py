@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8, Int32
+from jaxtyping import Array, Int8, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import BlockKernel, Partial
@@ -23,70 +23,55 @@ from .key_ids import with_all_ids
 from .plan import levels
 
 
-class Result(NamedTuple):
-    """What the ring returns for this rank's queries and the keys of all ranks."""
-
-    out: Float[Array, "B T N Hv"]
-    """In the dtype of the queries."""
-    lse: Float32[Array, "B N T"]
-    max_logits: Float32[Array, " N"] | None
-    """The largest score of each head, if `call.rule.return_max_logits` asks for it."""
-
-
-def run(kernel: BlockKernel, call: Call, all_gather: bool = False, stripe: int = 1) -> Result:
+def run(kernel: BlockKernel, call: Call, stripe: int = 1) -> Partial:
     """Runs the ring with `kernel`. Returns the result for this rank's queries and the keys of all ranks.
 
-    With `all_gather`, each rank gathers the keys of all ranks and computes one block, without hops. In the striped
-    layout, ranks take turns at runs of `stripe` consecutive tokens.
+    `out` has the dtype of the queries. With the strategy "all_gather", each rank gathers the keys of all ranks and
+    computes one block, without hops. In the striped layout, ranks take turns at runs of `stripe` consecutive tokens.
     """
-    ring = ring_of(kernel, call, None, all_gather, stripe)
+    ring = ring_of(kernel, call, stripe=stripe)
     if call.expand is not None:  # key and value served for their shapes only
         call = dataclasses.replace(call, key=None, value=None)
     # Replicated inputs are marked as varying over the ring's mesh axes, so that JAX sums their gradients.
     return _attend(*align((ring, call), axes_of(ring, call)))
 
 
-def ring_of(
-    kernel: Any, call: Call, place: tuple[Any, ...] | None = None, all_gather: bool = False, stripe: int = 1
-) -> Ring:
+def ring_of(kernel: Any, call: Call, place: tuple[Any, ...] | None = None, stripe: int = 1) -> Ring:
     """The ring of this rank's call.
 
     `place` is `(rank, *sizes)`: this rank, and the size of each axis of the ring; by default they are read from the
-    mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `all_gather` and `stripe` are as in
-    `run`.
+    mesh axes of the call's placement. `kernel` may be `None` if nothing runs. `stripe` is as in `run`.
     """
-    axis = () if place else call.placement.axis_name or ()
+    roles = call.placement.roles
+    axis = () if place else roles.sequence
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size((name,)) for name in axis))
     shards = Shards(call.placement.layout, math.prod(sizes), stripe, folded=call.placement.balance is not None)
-    lengths = call.query.shape[1], call.key.shape[1]
+    if call.placement.strategy == "all_gather":
+        key_shards, loops = Shards("contiguous" if shards.folded else shards.layout, 1), ()
+    else:
+        lengths = call.query.shape[1], call.key.shape[1]
+        key_shards, loops = shards, levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes))
     return Ring(
         kernel,
         axis,
         query_shards=shards,
-        key_shards=Shards("contiguous" if shards.folded else call.placement.layout, 1) if all_gather else shards,
-        levels=() if all_gather else levels(call.reach_of_hops, shards, lengths, axis, tuple(sizes)),
+        key_shards=key_shards,
+        levels=loops,
         rank=jnp.asarray(rank, jnp.int32),
-        batch_index=_indices(call.placement.batch_axis_name, call.query.shape[0]),
-        head_index=_indices(call.placement.head_axis_name, call.query.shape[2]),
+        batch_index=_global_indices(roles.batch, call.query.shape[0]),
+        head_index=_global_indices(roles.heads, call.query.shape[2]),
     )
 
 
-def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
+def _global_indices(axis: tuple[str, ...], count: int) -> Int32[Array, " count"]:
     """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes `axis` split."""
-    return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
+    return axes.coordinate(axis) * count + jnp.arange(count, dtype=jnp.int32)
 
 
 @jax.custom_vjp
-def attend(ring: Ring, call: Call) -> Result:
+def attend(ring: Ring, call: Call) -> Partial:
     """The ring as one differentiable function; `max_logits` has no gradient."""
-    return _result(forward(ring, with_all_ids(ring, call.narrowed())))
-
-
-def _result(partial: Partial) -> Result:
-    """The result of the ring, from that of its forward pass, which has the largest score of each query."""
-    assert partial.out is not None
-    largest = partial.max_logits
-    return Result(partial.out, partial.lse, None if largest is None else largest.max((0, 2)))
+    return forward(ring, with_all_ids(ring, call.narrowed()))
 
 
 def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
@@ -125,17 +110,17 @@ class Residuals(NamedTuple):
     partial: Partial
 
 
-def _forward_rule(*inputs: Any) -> tuple[Result, Residuals]:
+def _forward_rule(*inputs: Any) -> tuple[Partial, Residuals]:
     """The result and the residuals. An input has a `value`, and `perturbed`: whether it is differentiated."""
     ring, call = jax.tree.map(lambda x: x.value, inputs)
     bias_fixed = call.bias is not None and not inputs[1].bias.perturbed
     call = with_all_ids(ring, first_derivative_only(call).narrowed())
     partial = forward(ring, call)
     kept = dataclasses.replace(partial, max_logits=None)
-    return _result(partial), Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
+    return partial, Residuals(jnp.zeros(int(bias_fixed), jnp.int8), ring, call, kept)
 
 
-def _backward_rule(residuals: Residuals, cotangents: Result) -> tuple[None, Call]:
+def _backward_rule(residuals: Residuals, cotangents: Partial) -> tuple[None, Call]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     ring, call = residuals.ring, residuals.call
 

@@ -77,17 +77,6 @@ def exchange(level: Level, hop: Hop, given: KV, kv: KV, ended: Any, gradients: t
     return Exchange(level, kv, keys_in, gradients_in, tuple(home))
 
 
-def first_keys(level: Level, given: KV, ended: Any) -> KV | None:
-    """Sends the keys of the first hop of the backward pass, which are those of another rank."""
-    hop = level.forward_hops[0]  # it sends the keys of the second forward hop, which is the first backward hop
-    return _sent(level, ordering.tie(given, ended), hop.key_shift, hop.next_rows)
-
-
-def not_before(kv: KV, done: Any) -> KV:
-    """`kv`, which no rank sends before the arrays in `done` are computed."""
-    return ordering.tie(kv, done)
-
-
 def _sent(level: Level, kv: KV | None, shift: int | None, rows: tuple[int, int] | None = None) -> KV | None:
     """Sends `kv` to the rank `shift` ranks onward, and returns what arrives; `None` if `kv` or `shift` is `None`.
 

@@ -22,7 +22,7 @@ class KV:
     start: int = dataclasses.field(default=0, metadata={"static": True})
     """The index of the first row in its shard; 0 for a whole shard."""
     received: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether a send has brought these rows. Otherwise they are this rank's own, or gathered from all ranks."""
+    """Whether a send or an all-gather has brought these rows. Otherwise they are this rank's own."""
 
     @property
     def length(self) -> int:
@@ -33,10 +33,6 @@ class KV:
     def token_axis(self) -> int:
         """The axis of tokens of each array."""
         return 1 if isinstance(self.arrays, (tuple, list)) else self.arrays.ndim - 3
-
-    def pair(self, key_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values apart; `key_dim` is the head size of the keys."""
-        return self.arrays if isinstance(self.arrays, tuple) else packing.unpack(self.arrays, key_dim)
 
 
 def packed(kv: KV) -> KV:
@@ -52,7 +48,7 @@ def packed(kv: KV) -> KV:
 def total(dkv: KV, arriving: KV) -> KV:
     """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them."""
     mine = dkv.arrays
-    others = arriving.pair(mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
+    others = packing.unpack(arriving.arrays, mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
     start = arriving.start - dkv.start
     rows = (*[slice(None)] * dkv.token_axis, slice(start, start + arriving.length))
 

@@ -16,16 +16,13 @@ from ..contract.call import Call
 from ..contract.varying import align
 from ..placement import axes
 from ..placement.arrays import LogSumExp, Output, letters
-from ..ring.engine import Result
 from .ulysses import axis_of
 
 
 def folded(call: Call) -> Call:
     """The call in folded order (see the module): ranks swap half shards. With "all_gather", not those of keys."""
-    axis, wanted = (
-        call.placement.axis_name or (),
-        ("T", "t") if call.placement.strategy == "all_gather" else ("T", "t", "S"),
-    )
+    axis = call.placement.roles.sequence
+    wanted = ("T", "t") if call.placement.strategy == "all_gather" else ("T", "t", "S")
     tokens = {name: axis_of(call, name, x, wanted) for name, x in call.arrays.items()}
     moved: dict[str, Any] = {
         name: _swapped(getattr(call, name), n, axis) for name, n in tokens.items() if n is not None
@@ -35,13 +32,13 @@ def folded(call: Call) -> Call:
     return dataclasses.replace(call, **moved).placed(layout="zigzag")
 
 
-def unfolded(call: Call, result: Result) -> Result:
-    """Moves `result` to contiguous order. It is the result of `call`, a call that `folded` made."""
+def unfolded(call: Call, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Moves `out` and `lse`, results of a call that `folded` made, to contiguous order."""
     out, lse = (
-        _swapped(x, letters(kind).index("T"), call.placement.axis_name or (), back=True)
-        for x, kind in ((result.out, Output), (result.lse, LogSumExp))
+        _swapped(x, letters(kind).index("T"), call.placement.roles.sequence, back=True)
+        for x, kind in ((out, Output), (lse, LogSumExp))
     )
-    return result._replace(out=out, lse=lse)
+    return out, lse
 
 
 def _swapped(x: jax.Array, dim: int, axis: tuple[str, ...], back: bool = False) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from ..contract import batching, bits
+from ..contract import batching, bits, heads_as_rows
 from ..contract.call import Call
 from ..contract.merge import merged, merged_over
 from ..contract.protocol import Block, BlockKernel, Partial
@@ -49,14 +49,14 @@ def attend(kernel: BlockKernel, call: Call) -> Partial:
         own = dataclasses.replace(own, kv_positions=jnp.atleast_2d(here.kv_positions))
     elif not sharded:
         # Queries are consecutive tokens, although they have `q_positions`, which could come in any order.
-        own = dataclasses.replace(own, monotone=queries.sees.monotone)
+        own = dataclasses.replace(own, monotone=queries.monotone)
     whole, sinks = sharded or takes_whole(kernel, own), beginning(call)
     group, chunks = (1, 1) if whole else (_group(own), _chunks(own))
-    asked = own if whole else _chunked(_with_groups_as_rows(own, group), chunks)
+    asked = own if whole else _chunked(heads_as_rows.as_rows(own, group), chunks)
     begun = sinks if whole and not ring.axis else None  # a kernel that gets all keys begins from the sinks
     asked = dataclasses.replace(asked, final=not ring.axis and chunks == 1 and begun is sinks)
     partial = merged_over(batching.forward(kernel)(asked, begun), ring.axis, chunks, scattered=sharded)
-    partial = _with_groups_as_heads(partial, group)
+    partial = heads_as_rows.partial_of_heads(partial, group)
     if sinks is not None and begun is None:
         partial = merged([partial, sinks])
     assert partial.out is not None
@@ -86,22 +86,19 @@ _sharded_queries = without_derivative(
 
 def _with_all_queries(call: Call) -> Call:
     """The call with the queries of all ranks, in the order of the ranks, and the positions of these queries."""
-    assert call.placement.axis_name is not None and call.query_offset is not None
-    ranks, whole = axes.size(call.placement.axis_name), functools.partial(_of_all_ranks, call.placement.axis_name)
+    assert call.query_offset is not None
+    axis = call.placement.roles.sequence
+    ranks, whole = axes.size(axis), functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
     index = Shards(call.placement.layout, ranks).order(ranks * call.query.shape[1])
     by_query = {"kv_first": 2, "kv_last": 2, "selected": 1}
-    found = {name: whole(x, axis) for name, axis in by_query.items() if (x := getattr(call, name)) is not None}
+    found = {name: whole(x, axis=axis) for name, axis in by_query.items() if (x := getattr(call, name)) is not None}
     return dataclasses.replace(
         call,
-        query=whole(call.query, 1),
+        query=whole(call.query, axis=1),
         q_positions=call.query_offset.reshape(-1, 1) + index[None],
         query_offset=None,
         **found,
     )
-
-
-def _of_all_ranks(axis: tuple[str, ...], x: jax.Array, dim: int) -> jax.Array:
-    return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _group(block: Block) -> int:
@@ -133,33 +130,6 @@ def _chunked(block: Block, count: int) -> Block:
         repeated += [name for name, x in by_row.items() if x is not None and len(x) > 1]
     of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in repeated}
     if block.bits is not None and count > 1:  # a chunk has whole bits
-        of_keys["bits"] = _bits_of_chunks(block.bits, block.kv_length // block.grain, count)
+        chunks = jnp.moveaxis(bits.of_parts(block.bits, count, length // block.grain), 3, 1)
+        of_keys["bits"] = chunks.reshape(-1, *chunks.shape[2:])
     return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
-
-
-def _bits_of_chunks(words: jax.Array, number: int, count: int) -> jax.Array:
-    """The words of `count` chunks as batch rows, from the words of `number` bits."""
-    seen = bits.unpacked(words, number).reshape(*words.shape[:3], count, -1)
-    chunks = jnp.moveaxis(bits.packed(seen), 3, 1)
-    return chunks.reshape(-1, *chunks.shape[2:])
-
-
-def _with_groups_as_rows(block: Block, group: int) -> Block:
-    """The block with the `group` query heads of each key head as rows of one head: kernels then read each key once."""
-    batch, length, heads, size = block.q.shape
-    q = block.q.reshape(batch, length, heads // group, group, size).swapaxes(2, 3)
-    rows = block.map_queries(lambda x, axis: jnp.repeat(x, group, axis))
-    return dataclasses.replace(
-        rows, q=q.reshape(batch, length * group, -1, size), head_index=block.head_index[: heads // group]
-    )
-
-
-def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
-    """The result with its query heads as heads again: undoes `_with_groups_as_rows`."""
-    assert partial.out is not None
-    batch, rows, heads, size = partial.out.shape
-    out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
-    lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)
-    return Partial(
-        out.reshape(batch, rows // group, heads * group, size), lse.reshape(batch, heads * group, rows // group)
-    )

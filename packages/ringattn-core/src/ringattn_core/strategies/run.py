@@ -28,7 +28,7 @@ def strategy_of(registration: Registration | None, call: Call, sizes: tuple[int,
 
     Raises `InputError` if the call names a strategy that cannot run the call, or that its backend cannot run.
     """
-    axis = call.placement.axis_name or ()
+    axis = call.placement.roles.sequence
     ranks, inner = sizes or (axes.size(axis), axes.size(axis[-1:]))
     if ranks == 1 or call.placement.strategy == "ring":
         return "ring"
@@ -76,19 +76,22 @@ def _has_static_masks_only(kernel: BlockKernel) -> bool:
 
 def run(registration: Registration, call: Call) -> Any:
     """A rank's output, or a tuple if `call.results` has more. Its strategy is one that `strategy_of` returns."""
-    exchanged = with_parameters(registration, exchange(call))
+    exchanged = with_parameters(registration, for_engine(call))
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     by_heads = call.placement.strategy == "ulysses"
-    stripe = axes.size((call.placement.axis_name or ())[-1:]) if by_heads else 1
+    stripe = axes.size(call.placement.roles.sequence[-1:]) if by_heads else 1
     kernel = registration.implementation()
-    result = engine.run(kernel, exchanged, all_gather=call.placement.strategy == "all_gather", stripe=stripe)
-    result = balance.unfolded(exchanged, result) if call.placement.balance else result
-    result = ulysses.by_tokens(call, result) if by_heads else result
-    results = {"out": result.out, "lse": result.lse}
-    if result.max_logits is not None:  # it has no gradient, and neither has a maximum over ranks
-        results["max_logits"] = _over_ranks(call, jax.lax.stop_gradient(result.max_logits))
+    partial = engine.run(kernel, exchanged, stripe)
+    assert partial.out is not None
+    out, lse, largest = partial.out, partial.lse, partial.max_logits
+    out, lse = balance.unfolded(exchanged, out, lse) if call.placement.balance else (out, lse)
+    out, lse = ulysses.by_tokens(call, out, lse) if by_heads else (out, lse)
+    results = {"out": out, "lse": lse}
+    if largest is not None:  # it has no gradient, and neither has a maximum over ranks
+        of_heads = jax.lax.stop_gradient(largest).max((0, 2))
+        results["max_logits"] = _over_ranks(call, ulysses.of_all_heads(call, of_heads) if by_heads else of_heads)
     asked = tuple(results[name] for name in call.results)
-    return asked if len(asked) > 1 else result.out
+    return asked if len(asked) > 1 else out
 
 
 def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
@@ -97,14 +100,14 @@ def _over_ranks(call: Call, max_logits: jax.Array) -> jax.Array:
     A call need not name axes of size 1. But JAX may track that `max_logits` varies over them, and only a maximum over
     them tells it otherwise.
     """
-    named = (*(call.placement.axis_name or ()), *(call.placement.batch_axis_name or ()))
+    named = (*call.placement.roles.sequence, *call.placement.roles.batch)
     alone = {name for name in axes.varying(max_logits) if axes.size((name,)) == 1}
     over = (*named, *sorted(alone - {*named}))
     own = align(max_logits, axes.tracked() & {*over})
     return jax.lax.pmax(own, over) if over else own
 
 
-def exchange(call: Call) -> Call:
+def for_engine(call: Call) -> Call:
     """The call that the engine runs: ranks have exchanged heads for tokens ("ulysses") and half shards (`balance`)."""
     call = ulysses.by_heads(call.expanded()) if call.placement.strategy == "ulysses" else call
     return balance.folded(call) if call.placement.balance else call

@@ -20,7 +20,6 @@ from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts
 from ..placement.layout import of_neighbours, to_neighbours
-from ..ring.engine import Result
 
 HEADS, TOKENS = ("N", "n", "K", "groups"), ("T", "t", "S")
 
@@ -30,8 +29,7 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
-    assert call.placement.axis_name is not None  # on one rank there is nothing to exchange
-    outer, inner = call.placement.axis_name[:-1], call.placement.axis_name[-1]
+    *outer, inner = call.placement.roles.sequence  # on one rank there is nothing to exchange
     ranks = axes.size((inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
@@ -45,20 +43,16 @@ def by_heads(call: Call) -> Call:
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None, selected=call.selected_by(copies)).arrays
     moved: dict[str, Any] = {name: _moved_array(call, name, x, inner, ranks) for name, x in rest.items()}
-    by_rank = (*(call.placement.head_axis_name or ()), inner)
+    by_rank = (*call.placement.roles.heads, inner)
     moved |= {"key": key, "value": value}
     wide = {name: x for name, x in moved.items() if x.dtype != getattr(call, name).dtype}
     call = dataclasses.replace(call.widened(**wide), **moved)
-    return call.placed(axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
+    return call.placed(axis_name=(*outer,) or None, head_axis_name=by_rank, strategy="ring")
 
 
-def by_tokens(call: Call, result: Result) -> Result:
-    """The result of `call`, from the result of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged.
-
-    `max_logits` has all heads then, and is -inf for the heads of other ranks.
-    """
-    assert call.placement.axis_name is not None and result.out is not None
-    inner = call.placement.axis_name[-1]
+def by_tokens(call: Call, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The results of `call`, from those of `by_heads(call)`. Without `return_lse`, `lse` is not exchanged."""
+    inner = call.placement.roles.sequence[-1]
     ranks = axes.size((inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
@@ -67,16 +61,14 @@ def by_tokens(call: Call, result: Result) -> Result:
         in_rank_order = to_neighbours(x, call.placement.layout, ranks, tokens)
         return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
 
-    lse = back(result.lse, arrays.LogSumExp) if call.return_lse else result.lse
-    max_logits = None if result.max_logits is None else _of_all_heads(call, result.max_logits)
-    return Result(back(result.out, arrays.Output), lse, max_logits)
+    lse = back(lse, arrays.LogSumExp) if call.return_lse else lse
+    return back(out, arrays.Output), lse
 
 
-def _of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
+def of_all_heads(call: Call, max_logits: jax.Array) -> jax.Array:
     """`max_logits` of this rank's heads, with an entry for every head of `call`: -inf for heads of other ranks."""
-    assert call.placement.axis_name is not None
     all_heads = jnp.full(call.query.shape[2], -jnp.inf, jnp.float32)
-    first = jax.lax.axis_index(call.placement.axis_name[-1]) * len(max_logits)
+    first = jax.lax.axis_index(call.placement.roles.sequence[-1]) * len(max_logits)
     return jax.lax.dynamic_update_slice(all_heads, max_logits, (first,))
 
 

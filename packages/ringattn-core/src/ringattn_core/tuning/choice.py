@@ -77,7 +77,7 @@ def with_parameters(registration: Registration, call: Call) -> Call:
     if not (forward and backward):
         tuned = RingAttentionConfig()
         if tunable(registration) or hasattr(registration.implementation(), "default_config"):
-            tuned = configured(registration, of_call(registration, call, size(call.placement.axis_name or ())))
+            tuned = configured(registration, of_call(registration, call, size(call.placement.roles.sequence)))
         forward, backward = [*forward, tuned.fwd_params], [*backward, tuned.bwd_params]
     return call.ruled(fwd_params=forward[0], bwd_params=backward[0])
 
