@@ -255,7 +255,8 @@ def tests_elsewhere(session: nox.Session, jax: str, compilers: tuple[str, ...]) 
 
 @nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
-    """What CI leaves out: the other versions of JAX, and the suite's full tier. More than two hours, by an estimate."""
+    """What CI leaves out: marked tests, other versions of JAX, the suite's full tier. An estimate: over two hours."""
+    session.notify("tests", ["-m", "exhaustive", *ALL_BUT_TPU])
     for _, jax, _ in SUPPORTED[1:]:
         session.notify(f"tests_elsewhere(jax-{jax})")
     session.notify("hosts")
@@ -297,11 +298,15 @@ def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]
 
 
 def run_tests(session: nox.Session, *parts: Sequence[str]) -> None:
-    """pytest on each part, or on what the command line names: that, and the tests of `LIBTPU`, with XLA's optimiser."""
+    """pytest on each part, or on what the command line names: that, and the tests of `LIBTPU`, with XLA's optimiser.
+
+    The parts leave out tests that are marked as `exhaustive`.
+    """
     quick = hurried(session, *NO_OPTIMISER) | compiled(session)
     for part in [session.posargs] if session.posargs else parts:
         optimised = session.posargs or part == LIBTPU
-        session.run("pytest", "-n", workers(), *part, env=WORKERS if optimised else quick)
+        left_out = () if session.posargs else ("-m", "not exhaustive")
+        session.run("pytest", "-n", workers(), *left_out, *part, env=WORKERS if optimised else quick)
 
 
 def announce(session: nox.Session, part: str) -> None:

@@ -11,6 +11,7 @@ from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Partial
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.masks import Local
+from ringattn_testing.exhaustive import in_tests
 from ringattn_testing.triton.compile_budgets import CUDA, ROCM, SHARED, allowed
 from ringattn_testing.triton.compile_reports import Report, for_amd, launches, of_lowered
 from ringattn_testing.triton.given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block, ranges
@@ -28,6 +29,8 @@ BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
 TABLE = "ringattn_table"
 KERNELS = {"ringattn_forward", TABLE} | BACKWARD
 MATRIX_UNITS = {90: "wgmma", 100: "tcgen05", "gfx942": "mfma"}
+FOR_ALL = {(*CASES[1], target) for target in (80, *MATRIX_UNITS)} | {(*CASES[2], 80)}
+"""Each generation of matrix units once, and float32, which does not use them."""
 HOPPER = "ringattn_hopper_forward"
 
 
@@ -101,8 +104,10 @@ def runs(report, target):
     assert report.shared <= SHARED[target] * 1024, report
 
 
-@pytest.mark.parametrize("target", (*CUDA, *ROCM))
-@pytest.mark.parametrize(("dtype", "head_dim"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "target"),
+    in_tests(lambda *case: case in FOR_ALL, [(*case, target) for case in CASES for target in (*CUDA, *ROCM)]),
+)
 def test_every_kernel_fits_its_target_spills_little_and_uses_the_matrix_units(dtype, head_dim, target, monkeypatch):
     found = reports(alone(block(dtype, head_dim, causal=True)), target, monkeypatch)
     special = {HOPPER, TABLE} | BACKWARD
@@ -171,7 +176,11 @@ OF_HOPPER = [
 ]
 
 
-@pytest.mark.parametrize(("beside", "head_dim", "fields", "fresh"), OF_HOPPER)
+@pytest.mark.parametrize(
+    ("beside", "head_dim", "fields", "fresh"),
+    # Heads of 128 with every option, and the largest heads.
+    in_tests(lambda beside, dim, fields, fresh: dim == 128 or (dim == 256 and not beside), OF_HOPPER),
+)
 def test_the_kernel_for_hopper_spills_no_more_than_its_budget(beside, head_dim, fields, fresh, monkeypatch):
     report = for_hopper(block(jnp.bfloat16, head_dim, **fields), fresh, monkeypatch)
     bound, reason = allowed("bfloat16", head_dim, f"{HOPPER}{beside}", 90)
