@@ -85,4 +85,4 @@ def test_a_tile_of_rows_visits_what_its_few_queries_chose() -> None:
     block = groups_of_8(64, 2048, 2, 128, dim=16, causal=False)
     few, share = grouped_rows.of_queries(grouped_rows.as_rows(block))
     assert share == 8 and few.q_length == 64
-    assert few.bits is not None and few.bits.shape == block.bits.shape
+    assert few.bits is not None and block.bits is not None and few.bits.shape == block.bits.shape
