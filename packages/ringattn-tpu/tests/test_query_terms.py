@@ -15,7 +15,7 @@ def test_two_terms_of_scaled_queries_give_what_scaled_products_give(head: int, m
     block = make_block(1, 256, 384, 1, dim=head, dtype=jnp.bfloat16, causal=True, offset=-200)
 
     def computed(wide: bool) -> Partial:
-        monkeypatch.setattr(forward, "wide_matrix_units", lambda: wide)
+        monkeypatch.setattr(forward, "generation", lambda: 6 if wide else 5)
         forward.forward.clear_cache()
         return forward.forward(block, None)
 

@@ -17,22 +17,25 @@ LANES: Final = 128
 SUBLANES: Final = 8
 _LONGEST: Final = 1024
 _SHORTEST: Final = 256
-_PART: Final = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """In tokens: the tile sizes, the padded lengths, and the part of a visiting tile that is computed at a time."""
+    """In tokens: the tile sizes, the padded lengths, and the part of a visiting tile that is computed at a time.
+
+    `part` is `None` where the caller leaves it open.
+    """
 
     q_tile: int
     kv_tile: int
     q_length: int
     kv_length: int
-    part: int
+    part: int | None
 
-    def part_of(self, visiting_tile: int) -> int:
-        """How much of a visiting tile of this length to compute at a time: at most `part`, and a divisor of it."""
-        return next(n for n in range(min(self.part, visiting_tile), 0, -LANES) if visiting_tile % n == 0)
+    def part_of(self, visiting_tile: int, default: int) -> int:
+        """How much of a visiting tile to compute at a time: at most `part`, or `default`, and a divisor of the tile."""
+        most = min(self.part or default, visiting_tile)
+        return next(n for n in range(most, 0, -LANES) if visiting_tile % n == 0)
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
@@ -60,9 +63,9 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
         target *= 2
 
 
-def _part(asked: Any) -> int:
+def _part(asked: Any) -> int | None:
     if asked is None:
-        return _PART
+        return None
     if not isinstance(asked, int) or asked < 1:
         raise InputError('extra={"part": ...}', f"got {asked!r}", "Pass a number of tokens, or leave it out")
     return _rounded(asked)

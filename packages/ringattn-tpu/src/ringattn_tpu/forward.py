@@ -10,7 +10,7 @@ from . import block_sizes
 from .block_sizes import LANES
 from .kernel_inputs import LOG2_E, KernelInputs, prepared
 from .kernels import forward as kernel
-from .launch import Grid, wide_matrix_units
+from .launch import Grid, generation
 from .steps import steps
 
 
@@ -46,8 +46,11 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _in_two_terms(block: Block) -> bool:
-    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fit a wide matrix unit."""
-    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] <= LANES and wide_matrix_units()
+    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fit a matrix unit.
+
+    Those of v6e, and of later chips, are 256 wide.
+    """
+    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] <= LANES and generation() >= 6
 
 
 def _begun(given: KernelInputs, partial: Partial) -> dict[str, jax.Array]:

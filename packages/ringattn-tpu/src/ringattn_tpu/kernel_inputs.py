@@ -18,7 +18,7 @@ from ringattn_core.contract.rule import Rule
 
 from . import mask_bits
 from .block_sizes import LANES, Sizes
-from .launch import At, Grid, Operand, launch
+from .launch import At, Grid, Operand, generation, launch
 from .steps import Steps
 
 LOG2_E: Final = math.log2(math.e)
@@ -129,6 +129,9 @@ class KernelInputs(NamedTuple):
     ) -> dict[str, jax.Array]:
         """Launches a kernel of this package and returns its outputs by name.
 
+        The default parts are those for which libtpu 0.0.50.1 schedules the fewest bundles
+        (`benchmarks/tpu_static.py`).
+
         The kernel computes `products` matrix products a step. `scratch` gets `columns`, room for the integers of the
         tile that the kernel keeps.
         """
@@ -136,9 +139,10 @@ class KernelInputs(NamedTuple):
         own, visiting = (sizes.kv_tile, sizes.q_tile) if by_keys else (sizes.q_tile, sizes.kv_tile)
         if count := len(settings.kv_rows if by_keys else settings.q_rows):
             scratch = scratch | {"columns": pltpu.VMEM((count, own, LANES), jnp.int32)}
+        part = sizes.part_of(visiting, default=256 if by_keys and generation() == 6 else 512)
         pairs = block.q.shape[0] * block.q.shape[2] * block.q_length * block.kv_length
         return launch(
-            functools.partial(kernel, settings=settings, part=sizes.part_of(visiting), **options),
+            functools.partial(kernel, settings=settings, part=part, **options),
             steps,
             grid,
             inputs,

@@ -13,7 +13,6 @@ from jax.experimental.pallas import tpu as pltpu
 from ringattn_core.contract.launch import Interpreter, launch_primitive
 from ringattn_core.contract.varying import align, axes_of
 
-from .block_sizes import LANES
 from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
@@ -27,15 +26,15 @@ Run = functools.partial[list[jax.Array]]
 """`_pallas`, bound to all arguments but the arrays and `interpret`: the static parameter of the primitive."""
 
 
-def wide_matrix_units() -> bool:
-    """Whether the matrix units are wider than a vector register, as on v6e and 7x; false where JAX knows no chip yet.
+def generation() -> int:
+    """The generation of the TPU that a kernel is compiled for, such as 6 for v6e; 0 where JAX knows no chip yet.
 
     JAX knows the chip of a mesh, and else the devices of this process.
     """
     try:
-        return pltpu.get_tpu_info().mxu_column_size > LANES
+        return pltpu.get_tpu_info().generation
     except ValueError:  # no TPU
-        return False
+        return 0
 
 
 class At(NamedTuple):

@@ -11,7 +11,7 @@ from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST, OPENS
 from .derivatives import derivatives
-from .scores import Part, folded, keep_columns, matmul, minus_gradient_per_head
+from .scores import Part, distance, folded, keep_columns, matmul
 
 
 def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
@@ -38,7 +38,7 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
         found = derivatives(one, row_values, masked)
         acc[...] += matmul(found.dproduct, one.rows("k"), settings)
         if "dheads" in outputs:
-            outputs["dheads"][...] -= _in_one_register(minus_gradient_per_head(one, found.ds))
+            outputs["dheads"][...] -= _in_one_register(found.ds * distance(one))
 
     over_parts(step, inputs["k"].shape[0], part, visit)
 
