@@ -28,7 +28,7 @@ from ringattn_core.errors import InputError
 
 from . import tiles
 from .arguments import Blocks, Names, floats, index_arrays, integers, ranks_here, refuse_undivided
-from .scores import Activation, activated, flat, indices_of_blocks, product, products, summed, visible
+from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
 def teach(
@@ -45,7 +45,7 @@ def teach(
     causal: bool = False,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
-    activation: Activation = jax.nn.relu,
+    activation: Activation = relu,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     axis_name: Names = None,
