@@ -206,16 +206,15 @@ def test_half_precision_is_as_near_as_its_products(dtype: Any) -> None:
 
 def test_an_indexer_learns_what_attention_sees_from_its_own_choice() -> None:
     """`select`, attention to the choice with its `lse`, and `teach`: gradient steps lower the loss."""
-    arrays, mesh = drawn(11), mesh_of(sp=2)
-    ring = {"mesh": mesh, "axis_name": "sp", "causal": True}
+    arrays = drawn(11)
     others = {name: arrays[name] for name in ("query", "key")}
 
     @jax.jit
     def step(learning: dict[str, Any]) -> Any:
-        ids = select(**learning, count=4, size=4, forced=(0, 1), **ring)
+        ids = select(**learning, count=4, size=4, forced=(0, 1), causal=True)
         chosen = {"selected": ids, "selected_size": 4}
-        _, lse = ring_attention(**others, value=others["key"], return_lse=True, **chosen, **ring)
-        loss, gradients = jax.value_and_grad(lambda x: teach(**x, **others, lse=lse, **chosen, **ring))(learning)
+        _, lse = ring_attention(**others, value=others["key"], return_lse=True, **chosen, causal=True)
+        loss, gradients = jax.value_and_grad(lambda x: teach(**x, **others, lse=lse, **chosen, causal=True))(learning)
         return loss, jax.tree.map(lambda x, dx: x - 20 * dx, learning, gradients)
 
     learning, losses = {name: arrays[name] for name in NAMES}, []
