@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -392,11 +393,11 @@ def _ids(selected: Any, groups: int, query: jax.Array, blocks: Blocks) -> jax.Ar
     if ids.ndim != 4 or ids.shape[:2] != query.shape[:2] or ids.shape[2] not in (1, groups):
         wanted = f"({query.shape[0]}, {query.shape[1]}, {'1' if groups == 1 else f'1 or {groups}'}, n)"
         raise InputError("selected", f"has shape {ids.shape}", f"Pass {wanted}")
-    if not isinstance(ids, Tracer) and ids.is_fully_addressable and ids.size:
-        least, most = int(ids.min()), int(ids.max())
-        if least < -1 or most >= blocks.count:
-            fact, remedy = f"has ids from {least} to {most}", f"Pass ids from 0 to {blocks.count - 1}, or -1 for none"
-            raise InputError("selected", fact, remedy)
+    if not isinstance(selected, Tracer) and getattr(selected, "is_fully_addressable", True) and ids.size:
+        known = np.asarray(selected)
+        if known.min() < -1 or known.max() >= blocks.count:
+            fact = f"has ids from {known.min()} to {known.max()}"
+            raise InputError("selected", fact, f"Pass ids from 0 to {blocks.count - 1}, or -1 for none")
     return ids
 
 
