@@ -18,6 +18,7 @@ from .masks.info import MaskInfo
 from .placement.mesh import ring_mesh
 from .placement.reorder import from_layout, to_layout
 from .placement.tokens import halo, layout_batch, shift, write_cache
+from .ring.loop import ring_loop
 from .ring.remat import remat_policy
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "prefill_attention",
     "remat_policy",
     "ring_attention",
+    "ring_loop",
     "ring_mesh",
     "shift",
     "to_layout",

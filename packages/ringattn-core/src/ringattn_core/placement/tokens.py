@@ -110,7 +110,7 @@ def write_cache(
     split = split_of(mesh, {"axis_name": axis_name}, {"cache": cache}, {"new": new, "positions": at})
 
     def written(held: jax.Array, x: jax.Array) -> jax.Array:
-        ring = _Ring.of("cache", held, split, layout)
+        ring = TokenRing.of("cache", held, split, layout)
         if x.shape != (held.shape[0], *x.shape[1:2], *held.shape[2:]):
             fact = f"has shape {x.shape}, and the cache {held.shape}"
             raise InputError("new", fact, "Pass [B, T, ...] for a cache [B, S, ...], alike but for the tokens")
@@ -190,7 +190,7 @@ def _derived(tokens: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-class _Ring(NamedTuple):
+class TokenRing(NamedTuple):
     """The ring that splits the tokens of a call, as `Split` has it, and their layout."""
 
     mesh: Any
@@ -199,7 +199,7 @@ class _Ring(NamedTuple):
     layout: str
 
     @classmethod
-    def of(cls, argument: str, x: jax.Array, split: Split, layout: str) -> "_Ring":
+    def of(cls, argument: str, x: jax.Array, split: Split, layout: str) -> "TokenRing":
         """Returns the ring. Raises unless it can split `x`, `[B, T, ...]`, which was passed as `argument`."""
         ring = cls(*split, canonical(layout))
         if x.ndim < 2:
@@ -207,17 +207,26 @@ class _Ring(NamedTuple):
         refuse_indivisible(argument, x.shape[1] * (ring.ranks if ring.mesh is None else 1), ring.layout, ring.ranks)
         return ring
 
-    def run(self, work: Callable[..., Any], options: tuple[Any, ...], split: tuple[bool, ...], *arrays: Any) -> Any:
+    def run(
+        self,
+        work: Callable[..., Any],
+        options: tuple[Any, ...],
+        split: tuple[bool, ...],
+        *arrays: Any,
+        alike: bool = True,
+    ) -> Any:
         """`work(ring, *options, *arrays)` on each rank's shards, or on local arrays.
 
-        `work` and `options` are hashable. The ring splits axis 1 of the arrays for which `split` is true. The other
-        axes of all arrays are split as those of the first, as far as JAX says how it is split.
+        `work` and `options` are hashable. The ring splits axis 1 of the arrays for which `split` is true. The first
+        axis of all arrays is split as that of the first array, as far as JAX says how it is split. So are their other
+        axes if the arrays are `alike`; else these are whole.
         """
         known, mesh = sharding_of(arrays[0]), self.mesh
         if not isinstance(known, NamedSharding) or (mesh and known.mesh.abstract_mesh != mesh.abstract_mesh):
             known = NamedSharding(mesh, P()) if mesh else None
         spec = (*(known.spec if known else ()), *[None] * arrays[0].ndim)[: arrays[0].ndim]
         rows, _, *others = (None if {*axes.names(entry)} & {*self.names} else entry for entry in spec)
+        others = others if alike else []
         tokens = self.names if mesh else None
         specs = tuple(P(*(rows, tokens if x else None, *others)[: y.ndim]) for x, y in zip(split, arrays, strict=True))
         if known:
@@ -236,7 +245,7 @@ def _moved(x: Any, ids: Any, ring: tuple[Any, AxisName, str], places: tuple[int,
     `ring` is the mesh, the axis names and the layout of the call.
     """
     x, (mesh, axis_name, layout) = as_array("x", x), ring
-    ring_of_x = _Ring.of("x", x, split_of(mesh, {"axis_name": axis_name}, {"x": x}), layout)
+    ring_of_x = TokenRing.of("x", x, split_of(mesh, {"axis_name": axis_name}, {"x": x}), layout)
     local = x.shape[1] // (1 if ring_of_x.mesh is None else ring_of_x.ranks)
     farthest, run = max(map(abs, places)), local // pieces(ring_of_x.layout)
     if ring_of_x.ranks > 1 and ring_of_x.layout != "striped" and farthest > run:
@@ -261,7 +270,9 @@ def _filling(fill: Any, dtype: Any) -> Any:
     return fill
 
 
-def _move(ring: _Ring, places: tuple[int, ...], fill: float, x: jax.Array, ids: Any = None) -> tuple[jax.Array, ...]:
+def _move(
+    ring: TokenRing, places: tuple[int, ...], fill: float, x: jax.Array, ids: Any = None
+) -> tuple[jax.Array, ...]:
     """The work of `_moved` on one rank's tokens."""
     index = Shards(ring.layout, ring.ranks).indices(axes.coordinate(ring.names), x.shape[1])[None]
     theirs = [None] * len(places) if ids is None else _tokens_at(ring, places, ids)
@@ -273,7 +284,7 @@ def _move(ring: _Ring, places: tuple[int, ...], fill: float, x: jax.Array, ids: 
     return tuple(found)
 
 
-def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.Array]:
+def _tokens_at(ring: TokenRing, places: tuple[int, ...], x: jax.Array) -> list[jax.Array]:
     """For each of `places`, `x` of the token so many places later; anything where the sequence has none.
 
     `places` are one, or all <= 0: what the ring sends goes one way.
@@ -306,7 +317,7 @@ def _tokens_at(ring: _Ring, places: tuple[int, ...], x: jax.Array) -> list[jax.A
     ]
 
 
-def _write(ring: _Ring, held: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+def _write(ring: TokenRing, held: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
     """The work of `write_cache` on one rank's shard of a cache."""
     length = held.shape[1]
     rank, slot = Shards(ring.layout, ring.ranks).place_of(at, length)

@@ -24,9 +24,12 @@ from .plan import Hop, Level
 
 
 class Sums(NamedTuple):
-    """Gradients summed over the hops so far; `None` before the first. Kernels add to `dq`, core to the others."""
+    """Gradients summed over the hops so far; `None` before the first. Kernels add to `dq`, core to the others.
 
-    dq: jax.Array | None = None
+    In a `ring_loop`, `dq` is the carry.
+    """
+
+    dq: Any = None
     dbias: jax.Array | None = None
     dslopes: jax.Array | None = None
     dparams: list[jax.Array] | None = None

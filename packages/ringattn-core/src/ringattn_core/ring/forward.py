@@ -23,9 +23,14 @@ from .kv import KV
 from .plan import Hop, Level
 from .remat import LSE_NAME, OUT_NAME
 
-Body = Callable[[KV, Any, Partial | None], Partial]
+Body = Callable[[KV, Any, Any], Any]
 """`body(kv, owner, partial)` continues `partial` with keys `kv` of the rank `owner`. It is a kernel, or the loop over
-an inner mesh axis of the ring."""
+an inner mesh axis of the ring. `partial` is a `Partial`, or the carry of a `ring_loop`; `None` at the first call."""
+
+
+def _computed(partial: Partial | None) -> jax.Array | None:
+    """An array that the kernel of the hop before computes; `None` before the first kernel."""
+    return None if partial is None or partial.out is None else partial.lse
 
 
 def forward(ring: Ring, call: Call) -> Partial:
@@ -55,27 +60,23 @@ def forward(ring: Ring, call: Call) -> Partial:
     return Partial(out, checkpoint_name(partial.lse, LSE_NAME), partial.max_logits)
 
 
-def around(level: Level, body: Body) -> Body:
+def around(level: Level, body: Body, ended: Callable[[Any], Any] = _computed) -> Body:
     """The loop over a `Level`, as a body: it calls `body` with the keys of each hop.
 
     The first call has the keys that the loop is `given`, of the rank `owner`. These are this rank's own keys in the
-    outermost loop, and the keys of the outer hop in a loop inside another.
+    outermost loop, and the keys of the outer hop in a loop inside another. `ended` finds, in a partial result, an array
+    that the kernel of the hop computes.
     """
 
-    def loop(given: KV, owner: Any, partial: Partial | None) -> Partial:
-        def one_hop(carry: tuple[KV, Partial | None], hop: Hop) -> Any:
+    def loop(given: KV, owner: Any, partial: Any) -> Any:
+        def one_hop(carry: tuple[KV, Any], hop: Hop) -> Any:
             kv, partial = carry
-            now = exchange(level, hop, given, kv, ended=_computed(partial))
+            now = exchange(level, hop, given, kv, ended=ended(partial))
             return now.keys_in, body(now.kv, level.owner(owner, hop.distance), partial)
 
         return level.run_hops(one_hop, (given, partial), level.forward_hops)[1]
 
     return loop
-
-
-def _computed(partial: Partial | None) -> jax.Array | None:
-    """An array that the kernel of the hop before computes; `None` before the first kernel."""
-    return None if partial is None or partial.out is None else partial.lse
 
 
 def beginning(call: Call) -> Partial | None:
