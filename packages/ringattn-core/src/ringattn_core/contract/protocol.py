@@ -101,12 +101,17 @@ class Block:
     @property
     def k(self) -> Float[Array, "B S K H"]:
         """The keys."""
-        return unpack(self.kv, self.q.shape[-1])[0]
+        return self._pair[0]
 
     @property
     def v(self) -> Float[Array, "B S K Hv"]:
         """The values."""
-        return unpack(self.kv, self.q.shape[-1])[1]
+        return self._pair[1]
+
+    @property
+    def _pair(self) -> Any:
+        # In a rule of `vmap`, a pair has an axis more than `unpack` knows.
+        return self.kv if isinstance(self.kv, tuple) else unpack(self.kv, self.q.shape[-1])
 
     @property
     def q_length(self) -> int:
