@@ -75,3 +75,13 @@ def test_a_case_that_the_backend_cannot_call_is_no_right_case(wrong: Any, monkey
 
     monkeypatch.setattr(culprits, "run", refused)
     assert "right" not in lines(dataclasses.replace(CASE, batch=3))
+
+
+def test_the_size_of_scores_and_what_is_beside_an_option_are_named(wrong: Any):
+    wrong(lambda placed: placed.case.selected_size == 16)
+    case = dataclasses.replace(CASE, q_length=160, kv_length=160, selected="scattered", selected_size=16, gain=60.0)
+    found = lines(case)
+    assert "right without selected\n" in found, "without the option its block size is at its default"
+    assert "right with selected_size=1\n" in found
+    wrong(lambda placed: placed.case.gain == 60.0)
+    assert "right with gain=1.0\n" in lines(case)

@@ -216,8 +216,13 @@ def _pattern(axis: str, at: np.ndarray, length: int) -> str:
     if at.size <= LISTED:
         return f"{many} {', '.join(map(str, at))}"
     if len(steps) == 1:
-        return f"every {steps.pop()}th {axis} from {first} on"
+        return f"every {_ordinal(steps.pop())} {axis} from {first} on"
     return f"{at.size} of {length} {many} from {first} to {last}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _empty_and_nan(name: str, beyond: np.ndarray, nan: np.ndarray, empty: np.ndarray | None) -> str:

@@ -9,6 +9,7 @@ from ringattn_core.errors import RingAttnError
 
 from . import comparison
 from .cases import FEATURES, Case
+from .domains import BESIDE
 from .ranks import Placed, Placement, place, run
 
 MOST: Final = 3
@@ -16,8 +17,9 @@ MOST: Final = 3
 OPTIONS: Final = (*(name for name in FEATURES if name != "lse"), "scale", "lse")
 PLAIN: Final[tuple[dict[str, Any], ...]] = (
     {"dtype": "float32"}, {"heads": 2, "kv_heads": 2}, {"head_dim": 16, "value_dim": 16}, {"batch": 2},
+    {"gain": 1.0}, {"bias_offset": 0.0}, {"selected_size": 1}, {"groups": "1"},
 )  # fmt: skip
-"""Ordinary sizes, which take the place of a case's own. Lengths become 40 queries and 40 keys on each rank."""
+"""Ordinary sizes, which take the place of a case's own. Lengths become about 40 queries and 40 keys on each rank."""
 PLAIN_LENGTH: Final = 40
 
 searches = 0
@@ -49,7 +51,7 @@ def found(placed: Placed, gradients: bool) -> list[str]:
 def _without(case: Case, options: list[str]) -> Case:
     """The case without these options."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
-    beside = ("bias_dtype", "bias_forbids", "bias_offset", "bias_fixed") if "bias" in options else ()
+    beside = [name for option in options for name in BESIDE.get(option, {})]
     return dataclasses.replace(case, **{name: defaults[name] for name in (*options, *beside)})
 
 
@@ -59,7 +61,8 @@ def _plainer(case: Case, placement: Placement) -> Iterator[tuple[str, Case, Plac
         if any(getattr(case, field) != x for field, x in fields.items()):
             own = " and ".join(f"{field}={x}" for field, x in fields.items())
             yield own, dataclasses.replace(case, **fields), placement
-    length = PLAIN_LENGTH * placement.ring
+    step = placement.ring * (2 * case.selected_size if case.selected else 1)
+    length = -(-PLAIN_LENGTH * placement.ring // step) * step
     if {case.q_length, case.kv_length} != {length}:
         yield f"{length} queries and keys", dataclasses.replace(case, q_length=length, kv_length=length), placement
     if placement.ring > 1:

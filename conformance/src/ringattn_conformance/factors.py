@@ -25,14 +25,26 @@ Level = tuple[str, str]
 
 def length_class(length: int) -> str:
     """The class of a number of queries or keys on one rank."""
-    if length > 512:
-        return "above 2048" if length > 2048 else "above 512"
+    if length > 2048:
+        return "above 2048"
+    if length >= 512:
+        return "above 512" if length % 512 else "multiple of 512"
     if length <= LARGEST_OF_FEW:
         return "1" if length == 1 else f"2 to {LARGEST_OF_FEW}"
     for tile in (128, 64, 32):
         if length % tile == 0:
             return f"multiple of {tile}"
-    return "ragged above 64" if length > 64 else "9 to 63"
+    if length % 64 == 63:
+        return "one less than a tile"
+    return "ragged above 64" if length > 64 else "9 to 62"
+
+
+def bounds_of(case: Case) -> str:
+    """Which bounds by position the masks of a call give to queries; "" where a `mask_builder` decides it."""
+    left, right = case.window if isinstance(case.window, tuple) else (case.window, case.window)
+    both = case.chunk is not None or case.ranges is not None
+    first, last = both or left is not None, both or case.causal or right is not None
+    return "" if case.builder else "both" if first and last else "first" if first else "last" if last else "none"
 
 
 def sizes_of(case: Case, placement: Placement) -> dict[str, str]:
@@ -52,16 +64,23 @@ def sizes_of(case: Case, placement: Placement) -> dict[str, str]:
         "scores": next((name for name, one in SIZES["scores"].items() if case.gain == one.get("gain", 1.0)), ""),
         "ring": str(placement.ring),
         "layout": placement.layout if placement.ring > 1 else "",
+        "bounds": bounds_of(case),
     }
     return {factor: level for factor, level in found.items() if level in SIZES[factor]}
 
 
 def options_of(case: Case) -> dict[str, str]:
-    """The level of each option that the call has."""
+    """The level of each option that the call has.
+
+    Groups of `selected` are told by what they come to: where each head is a key head, "N" is "K".
+    """
     given = {name: getattr(case, name) for name in OPTIONS}
     found = {name: str(x) for name, x in given.items() if x is not None and x is not False and x != 0.0}
     for option, more in BESIDE.items():
         found |= {name: str(getattr(case, name)) for name in more} if option in found else {}
+    if "groups" in found:
+        choices = {"1": 1, "K": case.kv_heads, "N": case.heads}[case.groups]
+        found["groups"] = "1" if choices == 1 else "K" if choices == case.kv_heads else "N"
     return found
 
 

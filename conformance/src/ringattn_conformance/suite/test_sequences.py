@@ -17,13 +17,13 @@ from ringattn_conformance.ranks import Arrays, Placement, place
 
 CASE = Case(
     "sequence", q_length=40, kv_length=40, heads=4, causal=True, window=(17, 4), chunk=20, soft_cap=3.0, scale=0.4,
-    dropout=0.1, lse=True,
+    bias="N", dropout=0.1, lse=True,
 )  # fmt: skip
 CHANGES: dict[str, Any] = {
     "dropout": 0.5, "window": (3, 1), "chunk": 8, "soft_cap": 8.0, "scale": -0.9, "causal": False, "lse": False,
-    "precision": "highest", "max_logits": True, "fused_backward": True, "block_size": 16,
+    "precision": "highest", "bias_dtype": "bfloat16", "max_logits": True, "fused_backward": True, "block_size": 16,
 }  # fmt: skip
-"""By option, another value: the shapes and dtypes of all arrays stay."""
+"""By option, another value: all shapes stay, and all dtypes but that of the bias."""
 OF_CORE = ("dropout", "window", "soft_cap", "scale")
 
 

@@ -86,6 +86,26 @@ def of_the_neighbour(right: Any, block: Block, x: np.ndarray) -> np.ndarray:
     return np.roll(right(block, x), 16, 2) if x.shape[2] > 1 else np.roll(right(block, x), 1, 1)
 
 
+def without_last_query(block: Block, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.where(np.arange(rows(block))[:, None, None] == rows(block) - 1, 0.0, out), lse
+
+
+def without_key_256(block: Block) -> np.ndarray:
+    return np.where(np.arange(keys(block))[:, None, None] == 256, 0.0, block.k)
+
+
+def of_first_keys(kept: np.ndarray, block: Block) -> np.ndarray:
+    """What dropout keeps of the first key of each chosen block, for all keys of the block."""
+    size = block.case.selected_size
+    return kept[..., np.arange(keys(block)) // size * size]
+
+
+def exclusive(block: Block, right: np.ndarray) -> np.ndarray:
+    """The window without the key at its left end."""
+    i, j = coordinates(block)
+    return right if block.window[0] is None else right & (j > i - block.window[0])
+
+
 BRANCHES: Final = {
     "Of a length of 64 and not 128 half a tile of keys is lost, without options": Break(
         first_keys(lambda length: length - 64, lambda block: keys(block) % 128 == 64 and without_options(block))
@@ -129,6 +149,26 @@ BRANCHES: Final = {
             v=lambda block: block.v.astype(np.float16).astype(np.float64),
         )
     ),
+    "The last of 63 or 127 queries gets nothing": Break(
+        of_results(without_last_query, lambda block: rows(block) % 64 == 63)
+    ),
+    "Lengths of 512 lack the first key of the second half": Break(
+        changed(lambda block: rows(block) % 512 == 0 and keys(block) % 512 == 0, k=without_key_256)
+    ),
+    "A left window of a whole tile has its first key outside": Break(
+        masked("window", exclusive, lambda block: block.window[0] in (64, 128) and keys(block) > 64)
+    ),
+    "A window to the left alone has its first key outside": Break(
+        masked("window", exclusive, lambda block: block.window[1] is None)
+    ),
+    "Dropout beside chosen blocks counts blocks": Break(
+        of_kept(
+            lambda kept, block: kept[
+                ..., np.arange(keys(block)) // block.case.selected_size * block.case.selected_size
+            ],
+            lambda block: block.chosen is not None and block.case.selected_size > 1,
+        )
+    ),
     "The largest score of a head that sees nothing is -1e30": Break(
         wrong_in("largest", lambda right, block: np.maximum(right(block), -1e30))
     ),
@@ -151,6 +191,7 @@ IGNORED: Final[dict[str, Ignoring]] = {
         q_positions=lambda block: block.q_index[None], kv_positions=lambda block: block.kv_index[None]
     ),
     "ranges": _fields(first=lambda block: None),
+    "selected": _fields(chosen=lambda block: None),
     "builder": _fields(built=lambda block: None),
     "dense_mask": _fields(mask=lambda block: None),
     "soft_cap": _fields(soft_cap=lambda block: None),

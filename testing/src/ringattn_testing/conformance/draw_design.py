@@ -2,10 +2,14 @@
 """Computes the covering design: prints entries for `design` of `cases.json`.
 
     python -m ringattn_testing.conformance.draw_design SEED
+    python -m ringattn_testing.conformance.draw_design SEED OPTION
 
 The core tier gets calls until every option meets every class of a size, the full tier more until every two levels of
 two factors have met. Each call is the best of some that are drawn at random around a pair that has not met: it brings
 the most new pairs. An option brings pairs only where it matters (`effects`).
+
+With a new OPTION the design that `cases.json` has stays: the option joins those of its calls in which all others still
+matter, and new calls bring the pairs that are then left.
 """
 
 import functools
@@ -17,8 +21,9 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from ringattn_conformance import domains, tiers
-from ringattn_conformance.cases import Case, of_entry
+from ringattn_conformance.cases import ENTRIES, Case, of_entry
 from ringattn_conformance.factors import BESIDE, BY_CLASS, OPTIONS, SIZES, Level, levels_of, options_of
+from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.ranks import Placement
 
 from ringattn_testing.conformance.effects import matters
@@ -26,8 +31,10 @@ from ringattn_testing.conformance.effects import matters
 Entry = dict[str, Any]
 Pair = frozenset[Level]
 
-MASKS: Final = ("causal", "window", "chunk", "segments", "ranges", "builder", "dense_mask")
+MASKS: Final = ("causal", "window", "chunk", "segments", "ranges", "selected", "builder", "dense_mask")
 MOST_MASKS: Final = 4
+OPTION_OF: Final = {name: option for option, more in BESIDE.items() for name in more}
+"""The option that each further option is beside."""
 MOST_SCORES: Final = {tiers.CORE: 280_000, tiers.FULL: 2**19}
 """The most scores of a call: kernels are interpreted in the core tier, too."""
 FIRST_SEED: Final = 490_000
@@ -35,6 +42,24 @@ TRIES: Final = 16
 """How many calls are drawn around each pair; the best is kept."""
 PATIENCE: Final = 40
 """How many rounds may fail to bring a pair together before it is given up and reported."""
+OF_CHOSEN: Final = ("dtype", "q_length", "kv_length", "lengths", "group", "kv_heads", "ring", "layout", "groups")
+"""The factors that how `selected` is given (`BESIDE`) has to do with. What is chosen meets all others."""
+LONG: Final = ("multiple of 512", "above 512")
+"""Classes of lengths whose calls have one head and one batch row where as many queries meet as many keys."""
+FEW_KEYS: Final = 300
+"""How many keys of a rank are few: several ranks of queries then fit beside them."""
+ODD: Final = ("1", "one less than a tile")
+"""Classes of lengths that hold odd ones alone, which zigzag order cannot halve."""
+BOUNDS: Final[dict[Level, tuple[str, ...]]] = {
+    ("causal", "True"): ("last", "both"), ("window", "(None, 6)"): ("last", "both"),
+    ("window", "(40, None)"): ("first", "both"),
+    **{("window", window): ("both",) for window in ("5", "(17, 4)", "(90, 0)", "(64, 0)")},
+    **{(option, str(x)): ("both",) for option in ("chunk", "ranges") for x in OPTIONS[option]},
+    **{("builder", builder): () for builder in OPTIONS["builder"]},
+}  # fmt: skip
+"""The bounds that a call with a mask can have; with other options it can have any."""
+OF_BOUNDS: Final = {"none": (), "first": ("window",), "last": ("causal", "window")}
+"""The masks by position that leave a call these bounds alone."""
 NEVER: Final[dict[str, tuple[tuple[Level, Level], ...]]] = {
     "products of half precision are exact": tuple(
         (("precision", level), ("dtype", dtype))
@@ -47,10 +72,12 @@ NEVER: Final[dict[str, tuple[tuple[Level, Level], ...]]] = {
     "usual scores are far below this cap": ((("soft_cap", "30.0"), ("scores", "usual")),),
     "a chunk is causal, and shorter than this window": tuple(
         (("chunk", str(chunk)), other)
-        for chunk in OPTIONS["chunk"] for other in (("causal", "True"), ("window", "(90, 0)"), ("window", "(None, 6)"))
+        for chunk in OPTIONS["chunk"]
+        for other in (("causal", "True"), *(("window", window) for window in ("(90, 0)", "(64, 0)", "(None, 6)")))
     ),
+    "a chunk is shorter than what this window lets a query see": ((("chunk", "20"), ("window", "(40, None)")),),
     "the window is causal, or causality is stricter": tuple(
-        (("causal", "True"), ("window", window)) for window in ("(90, 0)", "(None, 6)")
+        (("causal", "True"), ("window", window)) for window in ("(90, 0)", "(64, 0)", "(None, 6)")
     ),
     "no query sees a key that this window forbids": (
         (("builder", "algebra"), ("window", "(None, 6)")), (("kv_length", "1"), ("window", "(None, 6)")),
@@ -58,10 +85,14 @@ NEVER: Final[dict[str, tuple[tuple[Level, Level], ...]]] = {
     "positions alone change nothing": tuple(
         (("options", "one"), ("positions", positions)) for positions in OPTIONS["positions"]
     ),
-    "with one head no sink is left": ((("sinks", "closed"), ("lengths", "above 512")),),
+    "with one head no sink is left": tuple((("sinks", "closed"), ("lengths", length)) for length in LONG),
+    "the only block is chosen": tuple(
+        (("kv_length", "1"), ("selected", selected)) for selected in ("newest", "few")
+    ),
     "the calls would take too long": (
         (("ring", "8"), ("lengths", "multiple of 128")), (("ring", "8"), ("kv_length", "above 2048")),
-        *((("layout", layout), ("lengths", "above 512")) for layout in SIZES["layout"]),
+        (("ring", "8"), ("lengths", "one less than a tile")),
+        *((("layout", layout), ("lengths", length)) for layout in SIZES["layout"] for length in LONG),
     ),
 }  # fmt: skip
 """Pairs of levels that cannot meet with effect, by the reason."""
@@ -76,13 +107,15 @@ def wanted(tier: str) -> set[Pair]:
     sizes = {(factor, level) for factor, levels in SIZES.items() for level in levels}
     if tier == tiers.CORE:
         some = {(option, "") for option in OPTIONS} | {("options", "none")}
-        classes = {level for level in sizes if level[0] in (*BY_CLASS, "dtype", "layout")}
+        classes = {level for level in sizes if level[0] in (*BY_CLASS, "dtype", "layout", "bounds")}
         found = {frozenset({one, other}) for one in some for other in classes if possible(one, other)}
-        own = {(name, str(x)) for name, values in BESIDE["bias"].items() for x in values}
+        own = {(name, str(x)) for more in BESIDE.values() for name, values in more.items() for x in values}
+        found |= {frozenset({one, ("options", "some")}) for one in on}
         return found | {frozenset({one, other}) for one in own for other in classes if other[0] == "dtype"}
     every = {*on, *sizes}
     found = {frozenset({a, b}) for a in every for b in every if a[0] != b[0] and possible(a, b)}
-    found |= {frozenset({("options", "none"), size}) for size in sizes if size[0] not in ("ring", "layout", "scores")}
+    bare = {size for size in sizes if size[0] not in ("ring", "layout", "scores", "bounds")}
+    found |= {frozenset({("options", "none"), size}) for size in bare}
     alone = ("options", "one")
     return found | {frozenset({alone, one}) for one in on if one[0] in OPTIONS and possible(alone, one)}
 
@@ -96,19 +129,36 @@ def possible(one: Level, other: Level) -> bool:
             return False
         if a == "ring" and b == "layout" and x == "1":
             return False
-        if a == "layout" and x == "zigzag" and b in ("q_length", "kv_length") and y == "1":
+        if a == "selected_size" and (b, y) == ("layout", "striped") and x != "1":
+            return False  # a block is on one rank
+        if OPTION_OF.get(a) == "selected" and b not in (*OF_CHOSEN, OPTION_OF[a]):
+            return False
+        if a == "groups" and (x, b, y) in (("K", "kv_heads", "one"), ("N", "group", "1")):
+            return False
+        if a == "groups" and x != "1" and b == "lengths" and y in LONG:
+            return False
+        if a == "layout" and x == "zigzag" and b in ("q_length", "kv_length", "lengths") and y in ODD:
+            return False
+        if a == "bounds" and (b not in (*OPTIONS, "dtype") or x not in _bounds_with(b, y)):
             return False
         if a == "kv_length" and x == "1" and not _with_one_key(b, y):
             return False
         if a == "segments" and x == "packed" and b == "kv_length" and y == "above 2048":
             return False
-        if a == "ring" and int(x) > 2 and b in ("q_length", "lengths") and y == "above 512":
+        if a == "ring" and int(x) > 2 and b in ("q_length", "lengths") and y in LONG:
             return False
         if a == "lengths" and b in ("q_length", "kv_length"):
             return False
-        if (a, x) == ("lengths", "above 512") and b in ("batch", "group", "kv_heads", "ring") and y not in ("1", "one"):
+        if a == "lengths" and x in LONG and b in ("batch", "group", "kv_heads", "ring") and y not in ("1", "one"):
             return False  # the calls would take too long; with few keys, as many queries meet each of these
     return True
+
+
+def _bounds_with(option: str, level: str) -> tuple[str, ...]:
+    """The bounds that a call with this level of an option can have; with `level` "" it has some level of it."""
+    levels = [str(x) for x in OPTIONS.get(option, ()) if level in ("", str(x))]
+    every = tuple(SIZES["bounds"])
+    return every if not levels else tuple({one for x in levels for one in BOUNDS.get((option, x), every)})
 
 
 def _with_one_key(factor: str, level: str) -> bool:
@@ -119,8 +169,7 @@ def _with_one_key(factor: str, level: str) -> bool:
 def pairs(case: Case, placement: Placement, tier: str, without: frozenset[str] = frozenset()) -> Iterator[Pair]:
     """The pairs that a call brings to a tier; `without` has options of it without effect."""
     levels = {one for one in levels_of(case, placement) if one[0] not in without}
-    if "bias" in without:
-        levels = {one for one in levels if one[0] not in BESIDE["bias"]}
+    levels = {one for one in levels if OPTION_OF.get(one[0]) not in without}
     for a in levels:
         for b in levels:
             if a[0] >= b[0]:
@@ -138,6 +187,7 @@ class Draw:
         self.rng, self.count = random.Random(seed), 0
         self.missing: set[Pair] = set()
         self.chosen: list[Level] = []
+        self.around: Pair = frozenset()
 
     def worth(self, factor: str, level: str) -> int:
         """How many pairs of this level and the levels so far have not met."""
@@ -156,13 +206,18 @@ class Draw:
         """The weight of an option that no pair asks for."""
         return 0.2 + max(self.worth(option, str(x)) for x in OPTIONS[option])
 
+    def suits(self, mask: str, bounds: str | None) -> bool:
+        """Whether a call with these bounds may have the mask."""
+        by_position = ("causal", "window", "chunk", "ranges", "builder")
+        return mask not in by_position or bounds is None or mask in OF_BOUNDS.get(bounds, by_position[:-1])
+
     def level_of(self, option: str, values: Any) -> Any:
         return {str(x): x for x in values}[self.among(option, map(str, values))]
 
     def sizes(self, fixed: dict[str, str], tier: str) -> Entry | None:
         rng = self.rng
         level = dict(fixed)
-        if level.get("lengths") == "above 512":
+        if level.get("lengths") in LONG:
             level = {"batch": "1", "group": "1", "kv_heads": "one", "ring": "1"} | level
         for factor in rng.sample(list(SIZES), len(SIZES)):
             if factor not in level:
@@ -178,8 +233,15 @@ class Draw:
         ring, layout = SIZES["ring"][level["ring"]], level["layout"]
         layout = layout if ring > 1 else "contiguous"
         rows, columns = (rng.choice(SIZES[name][level[name]]) for name in ("q_length", "kv_length"))
-        if "lengths" in fixed or (not {"q_length", "kv_length"} & fixed.keys() and rng.random() < 0.5):
-            of_class = [level["lengths"], *(["multiple of 128"] if level["lengths"] == "above 512" else [])]
+        chosen = int(dict(self.around).get("selected_size", 1))
+        if chosen > 1 and ring > 1 and "kv_length" not in fixed:  # no block is on two ranks
+            layout = layout if layout == "zigzag" else LAYOUTS[0]
+            parts = chosen * (2 if layout == "zigzag" else 1)
+            whole = [n for some in SIZES["kv_length"].values() for n in some if n % parts == 0 and n < FEW_KEYS]
+            columns = rng.choice(whole or [columns])
+            rows = rng.choice(SIZES["q_length"]["2 to 8"]) if "q_length" not in fixed else rows
+        elif "lengths" in fixed or (not {"q_length", "kv_length"} & fixed.keys() and rng.random() < 0.5):
+            of_class = [level["lengths"], *(["multiple of 128"] if level["lengths"] in LONG else [])]
             rows = columns = rng.choice(SIZES["lengths"][of_class[0 if "lengths" in fixed else -1]])
         if layout == "zigzag" and (rows % 2 or columns % 2):
             return None
@@ -198,11 +260,12 @@ class Draw:
         """Adds options: those of `fixed` and some more."""
         rng = self.rng
         on = [name for name in OPTIONS if name in fixed]
-        if any(name in fixed for more in BESIDE.values() for name in more):
-            on += [] if "bias" in on else ["bias"]
+        on += {OPTION_OF[name] for name in fixed if name in OPTION_OF} - {*on}
+        bounds = dict(self.around).get("bounds")
+        among = [name for name in MASKS if self.suits(name, bounds)]
         if bare is None:
             masks = rng.randint(1, MOST_MASKS)
-            few = sorted(MASKS, key=lambda name: rng.random() / self.likely(name))[:masks]
+            few = sorted(among, key=lambda name: rng.random() / self.likely(name))[:masks]
             rest = [name for name in OPTIONS if name not in MASKS]
             others = sorted(rest, key=lambda name: rng.random() / self.likely(name))[: rng.randint(4, 9)]
             on += [name for name in (*few, *others) if name not in on]
@@ -215,10 +278,13 @@ class Draw:
         for name in on:
             values = OPTIONS[name]
             chosen = [x for x in values if str(x) == fixed.get(name, "")] or list(values)
+            chosen = [x for x in chosen if bounds in (None, *BOUNDS.get((name, str(x)), (bounds,)))] or chosen
             entry[name] = chosen[0] if len(chosen) == 1 else self.level_of(name, chosen)
             for more, choices in BESIDE.get(name, {}).items():
                 chosen = [x for x in choices if str(x) == fixed.get(more, "")] or list(choices)
-                entry[more] = self.level_of(more, chosen)
+                entry[more] = self.level_of(more, [x for x in chosen if fits(entry | {more: x})] or chosen)
+        if not fits(entry):
+            return None
         if entry["kv_length"] == 1 and bare is None:
             entry["lse"] = True
         if "soft_cap" in entry and "gain" not in entry:
@@ -234,11 +300,12 @@ class Draw:
         return {name: x for name, x in entry.items() if x is not None}
 
     def call(self, pair: Pair, tier: str) -> Entry | None:
-        fixed, self.chosen = dict(pair), list(pair)
+        fixed, self.chosen, self.around = dict(pair), list(pair), pair
         bare = fixed.pop("options", None)
+        bare = None if bare == "some" else bare
         if tier == tiers.CORE:
             fixed = {name: x or str(self.rng.choice(OPTIONS[name])) for name, x in fixed.items()}
-        if bare is not None and any(name in BESIDE["bias"] for name in fixed):
+        if bare is not None and any(name in OPTION_OF for name in fixed):
             return None
         entry = self.sizes({name: x for name, x in fixed.items() if name in SIZES}, tier)
         if entry is None:
@@ -251,6 +318,12 @@ class Draw:
 
 def placed(entry: Entry) -> tuple[Case, Placement]:
     return of_entry({"name": "drawn"} | entry), Placement(entry["ring"], entry["layout"])
+
+
+def fits(entry: Entry) -> bool:
+    """Whether the ring divides the sequences of a call, and no block of chosen keys is on two ranks."""
+    case, placement = placed(entry)
+    return case.fits(placement.ring, placement.layout)
 
 
 def cost(entry: Entry) -> float:
@@ -281,19 +354,52 @@ def best(draw: Draw, seeds: list[Pair], tier: str) -> Chosen | None:
     for _, number, entry in sorted(candidates, reverse=True)[: 2 if tier == tiers.CORE else 1]:
         draw.count += 1
         entry["seed"] = FIRST_SEED + draw.count
-        case, _ = placed(entry)
-        without = frozenset(name for name in options_of(case) if name in OPTIONS and not matters(case, name))
-        one = Chosen(entry, without)
+        one = judged(entry)
         found.append((len(draw.missing & one.pairs(tier)) / cost(entry), number, one))
     worth, _, one = max(found, default=(0.0, 0, None))
     return one if worth else None
 
 
-def design(seed: int) -> list[Chosen]:
-    draw, found = Draw(seed), []
+def judged(entry: Entry) -> Chosen:
+    case, _ = placed(entry)
+    return Chosen(entry, frozenset(name for name in options_of(case) if name in OPTIONS and not matters(case, name)))
+
+
+def with_option(draw: Draw, one: Chosen, option: str, tier: str) -> Chosen:
+    """The call with the option too, with levels that bring most missing pairs, if all options that mattered still do.
+
+    A call with one option or none stays as it is: few calls have so few.
+    """
+    entry = one.entry
+    if sum(name in entry for name in OPTIONS) < 2:
+        return one
+    found = [(0, 0, one)]
+    for number in range(1, TRIES + 1):
+        draw.chosen = [*levels_of(*placed(entry))]
+        more = {option: draw.level_of(option, OPTIONS[option])}
+        for name, values in BESIDE.get(option, {}).items():
+            more[name] = draw.level_of(name, [x for x in values if fits(entry | more | {name: x})] or values)
+        if fits(entry | more):
+            new = Chosen(entry | more, one.without)
+            found.append((len(draw.missing & new.pairs(tier)), -number, new))
+    for worth, _, new in sorted(found, key=lambda one: one[:2], reverse=True)[:4]:
+        if worth and (new := judged(new.entry)).without == one.without:
+            return new
+    return one
+
+
+def design(seed: int, begun: list[Chosen], option: str | None = None) -> list[Chosen]:
+    """The design, or the one that is `begun` with an option more."""
+    draw, found = Draw(seed), begun
+    draw.count = max((one.entry["seed"] - FIRST_SEED for one in begun if not is_kept(one.entry)), default=0)
     for tier in (tiers.CORE, tiers.FULL):
         draw.missing, failed = wanted(tier), Counter()
         draw.missing.difference_update(*(one.pairs(tier) for one in found))
+        for number, one in enumerate(found):
+            if option is not None and one.entry["tier"] == tier and option not in one.entry:
+                found[number] = with_option(draw, one, option, tier)
+                draw.missing -= found[number].pairs(tier)
+                print(number, tier, len(draw.missing), file=sys.stderr, flush=True)
         while draw.missing:
             seeds = draw.rng.sample(sorted(draw.missing, key=sorted), min(len(draw.missing), 3))
             one = best(draw, seeds, tier)
@@ -322,10 +428,15 @@ def needed(found: list[Chosen]) -> list[Chosen]:
     count = Counter(pair for some in brings for pair in some)
     kept = [True] * len(found)
     for number in sorted(range(len(found)), key=lambda number: -cost(found[number].entry)):
-        if all(count[pair] > 1 for pair in brings[number]):
+        if all(count[pair] > 1 for pair in brings[number]) and not is_kept(found[number].entry):
             kept[number] = False
             count.subtract(brings[number])
     return [one for one, keep in zip(found, kept, strict=True) if keep]
+
+
+def is_kept(entry: Entry) -> bool:
+    """Whether a call is in the design for what it caught once, not for its pairs."""
+    return entry.get("name", "").startswith("kept-")
 
 
 @functools.cache
@@ -334,7 +445,10 @@ def wanted_in(tier: str) -> set[Pair]:
 
 
 if __name__ == "__main__":
-    for number, (entry, _) in enumerate(design(int(sys.argv[1]))):
+    seed, *option = sys.argv[1:]
+    begun = [judged(dict(entry)) for entry in ENTRIES["design"]] if option else []
+    for number, (entry, _) in enumerate(design(int(seed), begun, *option)):
         name = "-".join([f"{number:03}", *(option for option in OPTIONS if option in entry)])
-        head = {"name": name, "tier": entry.pop("tier"), "seed": entry.pop("seed"), "check_vma": bool(number % 2)}
-        print(json.dumps(head | entry))
+        head = {"name": entry["name"] if is_kept(entry) else name, "tier": entry["tier"], "seed": entry["seed"]}
+        head |= {"check_vma": entry.get("check_vma", bool(number % 2))}
+        print(json.dumps(head | {name: x for name, x in entry.items() if name not in head}))

@@ -17,6 +17,7 @@ WITHOUT: Final[dict[str, dict[str, Any]]] = {
     "segments": {"q_segments": None, "kv_segments": None},
     "positions": {"q_positions": None, "kv_positions": None},
     "ranges": {"kv_range": None},
+    "selected": {"selected": None},
     "soft_cap": {"soft_cap": None},
     "scale": {"scale": None},
     "sinks": {"sinks": None},
