@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import jax
 from ringattn_triton.hopper.backward import TARGET
-from ringattn_triton.hopper.backward_memory import allocated
+from ringattn_triton.hopper.backward_memory import allocate
 from ringattn_triton.hopper.plans import BACKWARD
 from ringattn_triton.interpreter.programs import interpreted
 from triton.experimental.gluon import language as gl
@@ -195,11 +195,11 @@ def places(bias: bool = False) -> list[tuple[str, int, int]]:
     """Each array in shared memory of a program with heads of 128: its name, number of places and bytes of a place."""
     subtracting = not bias  # as in a causal call in bfloat16
     plan = dataclasses.replace(
-        BACKWARD[128], masked=True, ordered=True, of_queries=("position",), subtracting=subtracting
+        BACKWARD[128], masked=True, ordered=True, of_queries=("distance",), subtracting=subtracting
     )
     sizes = SimpleNamespace(head_dim=128, value_dim=128, bias=bias)
-    allocate: Any = allocated  # typed as a decorator
-    memory = interpreted(allocate)(gl.bfloat16, sizes, plan)
+    untyped: Any = allocate  # typed as a decorator
+    memory = interpreted(untyped)(gl.bfloat16, sizes, plan)
     assert memory.dout is memory.q and memory.v is memory.k, "these share an allocation"
     found = []
     small = ("rows", "numbers", "q_full", "barriers")

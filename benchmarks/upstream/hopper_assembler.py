@@ -117,7 +117,13 @@ Row = tuple[str, Any, str, dict[str, Any], Callable[[str], int]]
 ROWS: Final[dict[str, Row]] = {
     "softmax_first": ("forward_kernel", _nothing, FORWARD, {}, exponentials_late),
     "after_arrival": ("forward_kernel", _same, FORWARD, {"causal": False}, arrival_late),
-    "hidden_unless_equal": ("softmax", _selected, FORWARD, {"q_segments": IDS, "kv_segments": IDS}, instructions),
+    "hidden_unless_equal": (
+        "forward_softmax",
+        _selected,
+        FORWARD,
+        {"q_segments": IDS, "kv_segments": IDS},
+        instructions,
+    ),
     "opaque_zero": ("backward_products", _zero, BACKWARD, {}, stack),
     "again": ("backward_products", _place, BACKWARD, {}, stack),
 }

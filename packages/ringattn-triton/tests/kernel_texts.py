@@ -22,7 +22,7 @@ from ringattn_triton.launch import compiled, compiling_for
 
 LENGTH: Final = 8192
 CAUSAL: Final[dict[str, Any]] = {"causal": True}
-FIRST, MIDDLE, LAST = ({"hop": hop} | CAUSAL for hop in ("first", "middle", "last"))
+FIRST, MIDDLE = ({"hop": hop} | CAUSAL for hop in ("first", "middle"))
 FUSED: Final = {"fused": True}
 IDS: Final = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH) // 2000
 DOCUMENTS: Final = {"batch": 2, "q_segments": IDS, "kv_segments": IDS} | CAUSAL
@@ -47,7 +47,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "128": {"dim": 128, "kv_heads": 4} | CAUSAL,
     "128-first": {"dim": 128, "kv_heads": 4} | FIRST,
     "128-middle": {"dim": 128} | MIDDLE,
-    "128-last": {"dim": 128, "max_logits": True} | LAST,
+    "128-max-middle": {"dim": 128, "max_logits": True} | MIDDLE,
     "128-unordered": {"dim": 128} | FUSED | CAUSAL,
     "128-abreast": {"dim": 128, "kv_heads": 2} | CAUSAL,
     "128-documents": {"dim": 128} | DOCUMENTS,
@@ -90,8 +90,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "few-middle": {"dim": 64, "q_length": 2, "kv_heads": 2, "hop": "middle"} | WINDOW,
 }
 """Fields of `random_blocks.make_block`, and some more: `fused`, `sinks`, `max_logits`, and `hop`, which hop of a ring
-computes the block. Without `hop` the ring has one device. A first hop continues nothing; a last hop returns final
-results."""
+computes the block. Without `hop` the ring has one device, and results are final. A first hop continues nothing."""
 
 
 class _Zeros:
@@ -106,12 +105,12 @@ def traced(case: dict[str, Any]) -> list[Any]:
     fields = {"heads": 16, "dtype": jnp.bfloat16} | case
     more = {"length": LENGTH, "batch": 1, "hop": None, "fused": False, "sinks": False, "max_logits": False}
     length, batch, hop, fused, sinks, largest = (fields.pop(name, value) for name, value in more.items())
-    fields |= {"fused_backward": fused, "return_max_logits": largest, "final": hop in (None, "last")}
+    fields |= {"fused_backward": fused, "return_max_logits": largest, "final": hop is None}
     block = random_blocks.make_block(batch, fields.pop("q_length", length), length, **fields)
     block = block if hop else dataclasses.replace(block, kv=(block.k, block.v))
     of_rows = jax.ShapeDtypeStruct((batch, block.q.shape[2], block.q_length), jnp.float32)
     dout = jax.ShapeDtypeStruct((*block.q.shape[:3], block.value_dim), block.q.dtype)
-    continued = hop in ("middle", "last")
+    continued = hop == "middle"
     out = jax.ShapeDtypeStruct(dout.shape, jnp.float32) if continued else None
     before = Partial(out, of_rows, of_rows if largest else None) if continued or sinks else None
     dq = jax.ShapeDtypeStruct(block.q.shape, jnp.float32) if continued else None

@@ -130,7 +130,7 @@ def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_th
 
 def turns_given_out(alone: bool, rows: int = 6, together: int = 1, heads: int = 1, **plan: Any) -> np.ndarray:
     """How many turns were taken when each turn was given out."""
-    shape = TableShape(listed=False, run=True, rows=rows, columns=1, grouped=False, together=together)
+    shape = TableShape(listed=False, run=True, rows=rows, columns=1, grouped=False, heads_at_once=together)
     count = rows * heads
     outputs = [((size,), np.int32) for size in (1, count, count)]
     _, turns, seen = interpret(
@@ -194,7 +194,7 @@ def test_turns_of_chosen_blocks_hardly_wait_for_each_other() -> None:
     assert plan is not None
     plan, turns, side_by_side = turn_order.arranged(plan, block, constants)
     found = visited_tiles.table(block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=True)
-    assert plan.ordered and found.shape.together == heads
+    assert plan.ordered and found.shape.heads_at_once == heads
     count = heads * found.shape.rows
     _, taken, visits = interpret(
         tiles_visited, [found.bounds, found.tiles, found.ranks, found.counters],

@@ -39,8 +39,8 @@ class BlockConstants:
     of log2. `below`: a query sees no key before its position in `q_first`; `above`: none after that in `q_last`.
     `mask_numbered`: `mask_of_head` has the number of each head's mask; else `mask_heads` neighbouring heads share one.
     `grain`: the keys of a mask bit. `mask_rows`: how many neighbouring queries share a row of words. `fast`: kernels
-    may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do offsets into an
-    array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
+    may use NVIDIA's instructions. `long_offsets`: offsets into q, k, v and out need int64; `long_score_offsets`: so do
+    offsets into an array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
     """
 
     q_length: int
@@ -56,8 +56,8 @@ class BlockConstants:
     v_token: int
     v_head: int
     v_start: int
-    wide: bool
-    wide_scores: bool
+    long_offsets: bool
+    long_score_offsets: bool
     q_first_batch: int
     q_first_head: int
     q_last_batch: int
@@ -270,9 +270,11 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         v_token=kv_heads * v.shape[-1],
         v_head=v.shape[-1],
         v_start=v_start,
-        wide=max(kv_length * kv_heads * max(k.shape[-1], v.shape[-1]), q_length * heads * max(head_dim, value_dim))
+        long_offsets=max(
+            kv_length * kv_heads * max(k.shape[-1], v.shape[-1]), q_length * heads * max(head_dim, value_dim)
+        )
         >= _INT32,
-        wide_scores=q_length * kv_length >= _INT32,
+        long_score_offsets=q_length * kv_length >= _INT32,
         q_first_batch=_stride(first, 0),
         q_first_head=_stride(first, 1),
         q_last_batch=_stride(last, 0),

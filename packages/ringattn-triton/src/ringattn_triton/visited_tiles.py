@@ -21,7 +21,7 @@ from .kernel_inputs import power_of_two
 from .kernels.visited_tiles import table as table_kernel
 from .launch import launch
 
-PROGRAMS: Final = 4096
+ENOUGH_PROGRAMS: Final = 4096
 """How many programs are enough for a launch: several for each slot of the largest GPUs, so that short programs fill the
 time until the last long one ends."""
 ELEMENTS: Final = 512
@@ -56,7 +56,8 @@ class TableShape:
 
     `grouped`: every batch row has its own table. `kv_heads`: so many key heads have their own; 1 if they share one.
     `listed`: the tiles that need a mask are listed by number. `run`: the tiles that need no mask form one run in each
-    row; otherwise they are listed too. The programs of `together` heads run side by side (`kernels.tile_loop.owned`).
+    row; otherwise they are listed too. The programs of `heads_at_once` heads run side by side
+    (`kernels.tile_loop.owned`).
     """
 
     listed: bool
@@ -64,7 +65,7 @@ class TableShape:
     rows: int
     columns: int
     grouped: bool
-    together: int
+    heads_at_once: int
     kv_heads: int = 1
 
 
@@ -73,10 +74,10 @@ class Table(NamedTuple):
 
     `bounds` has four numbers for each row, in one of three forms (`TableShape`), which `tile_loop.visit` reads:
 
-    - no list: `lo, hi, full_lo, full_hi`. A program visits the tiles `[lo, hi)`; the tiles `[full_lo, full_hi)` need no
-      mask.
-    - a list and a run: `masked, before, full_lo, full_hi`. The `masked` listed tiles need a mask; the first `before` of
-      them precede the run `[full_lo, full_hi)`, which needs none and is not listed.
+    - no list: `lo, hi, whole_lo, whole_hi`. A program visits the tiles `[lo, hi)`; the tiles `[whole_lo, whole_hi)`
+      need no mask.
+    - a list and a run: `masked, before, whole_lo, whole_hi`. The `masked` listed tiles need a mask; the first `before`
+      of them precede the run `[whole_lo, whole_hi)`, which needs none and is not listed.
     - a list only: `masked, all, 0, 0`. Of `all` listed tiles, the first `masked` need a mask.
 
     `tiles` has the list of each row, or is `None`; entries past the counts are undefined. `ranks` says, for each row
@@ -92,7 +93,7 @@ class Table(NamedTuple):
 
 
 def table(
-    block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
+    block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = ENOUGH_PROGRAMS,
     heads: int | None = None, ranked: bool = False, counters: int = 1,
 ) -> Table:  # fmt: skip
     """The `Table` of the key tiles that each query tile visits, or if `by_keys` of query tiles for each key tile.
@@ -178,7 +179,7 @@ def _of_codes(
         WHOLE=columns - ragged,
         LISTED=listed,
         RUN=run,
-        TOGETHER=lines,
+        LINES_EACH=lines,
         CHUNK=chunk,
         LINE_PROGRAMS=line_programs,
         RANK_ROWS=rank_rows,
@@ -186,11 +187,11 @@ def _of_codes(
         COUNT=counters,
         ZEROS=ELEMENTS,
     )
-    shape = TableShape(listed, run, rows, columns, batch > 1, together(rows, heads, programs), kv_heads)
+    shape = TableShape(listed, run, rows, columns, batch > 1, heads_at_once(rows, heads, programs), kv_heads)
     return Table(bounds, listing if listed else None, ranks if ranked else None, zeros, shape)
 
 
-def together(rows: int, heads: int, programs: int) -> int:
+def heads_at_once(rows: int, heads: int, programs: int) -> int:
     """How many heads run side by side: the least power of two that gives `programs` programs and divides `heads`.
 
     If no power of two does both, the largest one that divides `heads`. Each head has `rows` programs.

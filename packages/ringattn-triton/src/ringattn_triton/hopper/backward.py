@@ -86,7 +86,9 @@ def backward(
     of_products = constants.plain and not (constants.capped or constants.dropout) and 1e-30 < constants.unbend < 1e30
     subtracting = of_products and not plan.wide and block.q.dtype == jnp.bfloat16
     stored = block.final and not plan.wide
-    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting, stored=stored)
+    plan = dataclasses.replace(
+        plan, masked=masked, of_queries=of_queries, subtracting=subtracting, results_by_tma=stored
+    )
     counters = table.counters
     pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
@@ -137,7 +139,7 @@ def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Stri
     turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * PROGRAMS
     # Rounded down: a program that takes one turn more than the others keeps them waiting.
     rows = max(turns // (batch * block.kv_heads), -(-tiles.rows // bias_gradient.MOST_STRIPS), 1)
-    return bias_gradient.Strips(min(rows, tiles.rows), tiles.together, heads, tiles.columns)
+    return bias_gradient.Strips(min(rows, tiles.rows), tiles.heads_at_once, heads, tiles.columns)
 
 
 def _launch_kernel(

@@ -4,7 +4,7 @@
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
 (`backward_products`). One more warp fetches the query tiles that see these keys, and two warps add dq to memory
 (`backward_transfers`). For heads of more than 128 dimensions a turn owns 64 keys, and the consumers share the work in
-another way (`wide_products`).
+another way (`backward_wide_products`).
 
 Words that a reader of Triton knows by other names: a *turn* is a work tile of a persistent program; a *place* is a
 stage of a pipeline's buffer; the *fetching warp* is the producer; the *writers* are two more consumers, of dq. A *step*
@@ -34,13 +34,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .backward_memory import allocated, plain_layout
+from .backward_memory import allocate, plain_layout
 from .backward_products import compute_gradients
 from .backward_transfers import BackwardTiles, add_dq, by_batch, fetch_tiles
 from .backward_turns import Turns
+from .backward_wide_products import compute_dk, compute_dv
 from .bias_tiles import tiles_of_bias
 from .head_tiles import tiles_of_heads, tiles_of_results
-from .wide_products import compute_dk, compute_dv
 
 
 @gluon.jit
@@ -100,13 +100,13 @@ def backward(
         delta=_tiles_of_numbers(minus_delta, BATCH * F.heads, PADDED, PLAN),
         of_queries=of_queries,
         dq=dq,
-        dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if PLAN.stored else dq,
-        dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if PLAN.stored else dq,
+        dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if PLAN.results_by_tma else dq,
+        dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if PLAN.results_by_tma else dq,
         bias=bias,
         ds=ds,
     )
     turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads, FIRST_TILE)
-    shared = allocated(TYPE, F, PLAN)
+    shared = allocate(TYPE, F, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
             [

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import begin, read_number, wait_until_empty, wait_until_full, write_number
-from .head_tiles import places_of_heads
+from .head_tiles import stages_of_heads
 from .workarounds import place_as
 
 _NUMBERS: Final = {"turn": 0, "before": 2, "whole": 4, "after": 6, "tile": 8}
@@ -36,8 +36,8 @@ class BackwardMemory(NamedTuple):
     `PLAN.of_queries`; the places of a kind begin at `first_place`. Place `i` of -delta belongs to place `i` of `dout`.
     Place `i` of any other kind, and of `bias`, belongs to place `i` of `q`. If `PLAN.subtracting`, lse and -delta lie
     in `parts` instead, first lse, with 16 numbers to a query (`backward_kernel._tiles_of_numbers`). `ds` is the
-    gradient of the scores, with keys as rows; in `wide_products` its place first holds the softmax weights. Each place
-    of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk
+    gradient of the scores, with keys as rows; in `backward_wide_products` its place first holds the softmax weights.
+    Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk
     (`result_place`). Consumer `c` uses the places `2 i + c`.
     """
 
@@ -56,7 +56,7 @@ class BackwardMemory(NamedTuple):
 
 
 @gluon.jit
-def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+def allocate(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """Allocates the `BackwardMemory` of a program and initialises its barriers."""
     DS_ROWS: gl.constexpr = PLAN.kv_tile * (2 if PLAN.wide else 1)  # float32 weights take twice the room of ds
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, PLAN.q_tile], TYPE)
@@ -65,8 +65,8 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     ROWS: gl.constexpr = first_place(None, PLAN)
     Q_PLACES: gl.constexpr = PLAN.stages + (0 if PLAN.wide else PLAN.dout_stages)
     K_PLACES: gl.constexpr = 1 if PLAN.wide else 2
-    q = places_of_heads(TYPE, Q_PLACES, Q_PLACES, PLAN.q_tile, F.head_dim)
-    k = places_of_heads(TYPE, K_PLACES, K_PLACES, PLAN.kv_tile, F.head_dim)
+    q = stages_of_heads(TYPE, Q_PLACES, Q_PLACES, PLAN.q_tile, F.head_dim)
+    k = stages_of_heads(TYPE, K_PLACES, K_PLACES, PLAN.kv_tile, F.head_dim)
     dout = q
     v = k
     bias = 0
@@ -74,8 +74,8 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         BIAS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, PLAN.kv_tile], TYPE)
         bias = gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.q_tile, PLAN.kv_tile], BIAS)
     if PLAN.wide:
-        dout = places_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
-        v = places_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
+        dout = stages_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
+        v = stages_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
     rows = 0
     if ROWS > 0:
         rows = gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN)
@@ -166,12 +166,13 @@ def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.const
 
 @gluon.jit
 def weights_place(shared):
-    """The place of ds in `wide_products`, as float32 `[16, 256]` for the softmax weights, in register order."""
+    """The place of ds in `backward_wide_products`, as float32 `[16, 256]` for the softmax weights, in register
+    order."""
     return place_as(shared.ds.index(0), gl.float32, [16, 256], plain_layout())
 
 
 @gluon.jit
-def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
+def finish_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
     """Called by a consumer at the end of a turn: returns its key tile, batch row and key head.
 
     They come from shared memory once more, so that no registers hold them through the loops. Then the turn's numbers

@@ -11,9 +11,9 @@ from ..kernels.scores import LOG2_E, bent, biased, lost_by_distance
 from ..kernels.tile_loop import owned
 from ..kernels.tokens import Queries, first_counter, of_columns, visible
 from .backward_memory import first_place, read
-from .dropout import kept, of_draws, own_draws
-from .head_tiles import layout_of, rows_of
-from .softmax import quad_layout, sums_of_parts
+from .dropout import draws_layout, kept, own_draws
+from .forward_softmax import quad_layout, quad_sums
+from .head_tiles import product_layout, row_layout
 
 
 class Tile(NamedTuple):
@@ -42,7 +42,7 @@ def tile_of(
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Loads the `Tile` of the queries in `place` and of consumer `NUMBER`'s 64 keys of a turn."""
-    OF_KEYS: gl.constexpr = rows_of(PLAN.q_tile)
+    OF_KEYS: gl.constexpr = row_layout(PLAN.q_tile)
     keys = 0
     away = 0
     first = 0
@@ -68,14 +68,14 @@ def tile_of(
         if MASKED and F.masks:
             bits = _mask_bits(head.mask_words, q_start, kv_start + NUMBER * 64, F, PLAN)
     if F.bias:
-        bias = shared.bias.index(place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(layout_of(PLAN.q_tile))
+        bias = shared.bias.index(place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(product_layout(PLAN.q_tile))
     return Tile(shared.rows, place, head, keys, away, first, second, bits, bias)
 
 
 @gluon.jit
 def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
     """Two results: the weights `p` after dropout, without the factor `1 / (1 - dropout)`, and `steep` for
-    `derivatives`.
+    `score_gradients`.
 
     `steep` is `p` before dropout times the derivative of the soft cap, with a minus sign where dropout drops the entry.
     """
@@ -83,7 +83,7 @@ def probabilities(s, tile, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.const
     bent_product = bent(s, F)
     lse = 0.0
     if not PLAN.subtracting:
-        lse = numbers_of("lse", tile.rows, tile.place, PLAN)
+        lse = load_query_values("lse", tile.rows, tile.place, PLAN)
     if F.bias:
         p = gl.exp2(biased(bent_product * F.unbend, tile.bias) * LOG2_E - lse)
     elif F.distances:
@@ -115,22 +115,22 @@ def _queries(tile, F: gl.constexpr, PLAN: gl.constexpr):
     high = 0
     segment = 0
     if F.below:
-        low = numbers_of("first", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
+        low = load_query_values("first", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
     if F.above:
-        high = numbers_of("last", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
+        high = load_query_values("last", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
     if F.segments:
-        segment = numbers_of("segment", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
+        segment = load_query_values("segment", tile.rows, tile.place, PLAN).to(gl.int32, bitcast=True)
     return Queries(0, 0, low, high, 0, 0, segment)
 
 
 @gluon.jit
-def numbers_of(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr):
+def load_query_values(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr):
     """Reads the numbers of kind `KIND` (`first_place`) of the queries in `place`, as a row of a tile of scores."""
-    return rows.index(first_place(KIND, PLAN) + place).load(layout_of(PLAN.q_tile))
+    return rows.index(first_place(KIND, PLAN) + place).load(product_layout(PLAN.q_tile))
 
 
 @gluon.jit
-def derivatives(steep, dp, tile, F: gl.constexpr, PLAN: gl.constexpr):
+def score_gradients(steep, dp, tile, F: gl.constexpr, PLAN: gl.constexpr):
     """The gradient of the scores, or with a soft cap that of the products `q k`. `steep`: see `probabilities`.
 
     `dp` is `dout v`, from which delta is subtracted already if `PLAN.subtracting`.
@@ -138,7 +138,7 @@ def derivatives(steep, dp, tile, F: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.subtracting:
         return steep * dp
     else:
-        minus_delta = numbers_of("delta", tile.rows, tile.place, PLAN)
+        minus_delta = load_query_values("delta", tile.rows, tile.place, PLAN)
         if F.dropout:
             return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
         else:
@@ -156,15 +156,15 @@ def head_sums(F: gl.constexpr):
 
 @gluon.jit
 def with_head_sums(sums, ds, tile, F: gl.constexpr, PLAN: gl.constexpr):
-    """Adds a tile's `ds * distance` to `sums` (`sums_of_parts`); the total is -1 times the ALiBi slope's gradient."""
+    """Adds a tile's `ds * distance` to `sums` (`quad_sums`); the total is -1 times the ALiBi slope's gradient."""
     if F.per_head_gradient:
-        return sums + sums_of_parts(ds * _distance(tile, PLAN))
+        return sums + quad_sums(ds * _distance(tile, PLAN))
     else:
         return sums
 
 
 @gluon.constexpr_function
-def of_bits(Q_TILE):
+def bits_layout(Q_TILE):
     """The register layout of unpacked mask bits: `[4, 16, queries]`, four groups of 16 keys.
 
     Each thread has the bits of the scores that it holds.
@@ -182,10 +182,10 @@ def of_bits(Q_TILE):
 @gluon.jit
 def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
     """Loads a packed mask for 64 keys and a tile of queries: `[4, q_tile]`, the bits of 16 keys in each number."""
-    IN_BITS: gl.constexpr = gl.SliceLayout(1, of_bits(PLAN.q_tile))
+    IN_BITS: gl.constexpr = gl.SliceLayout(1, bits_layout(PLAN.q_tile))
     rows = q_start + gl.arange(0, PLAN.q_tile, gl.SliceLayout(0, IN_BITS))
     rows = gl.minimum(rows, F.q_length - 1) // F.mask_rows
-    if F.wide_scores:
+    if F.long_score_offsets:
         rows = rows.to(gl.int64)
     sixteenth = kv_start // 16 + gl.arange(0, 4, gl.SliceLayout(1, IN_BITS))
     bit = sixteenth * 16 // F.grain
@@ -197,16 +197,16 @@ def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def _spread(bits, Q_TILE: gl.constexpr, GRAIN: gl.constexpr):
     """Unpacks the bits of a packed mask to booleans: whether each pair of a tile is visible."""
-    IN_BITS: gl.constexpr = of_bits(Q_TILE)
+    IN_BITS: gl.constexpr = bits_layout(Q_TILE)
     key = (gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))) // GRAIN).to(gl.uint32)
     seen = (bits[:, None, :] >> key[None, :, None]) & 1
-    return gl.convert_layout(gl.reshape(seen, [64, Q_TILE]), layout_of(Q_TILE)) != 0
+    return gl.convert_layout(gl.reshape(seen, [64, Q_TILE]), product_layout(Q_TILE)) != 0
 
 
 @gluon.jit
 def _distance(tile, PLAN: gl.constexpr):
     """`|i - j|` for each pair of a tile."""
-    return gl.abs(numbers_of("distance", tile.rows, tile.place, PLAN) - tile.away)
+    return gl.abs(load_query_values("distance", tile.rows, tile.place, PLAN) - tile.away)
 
 
 @gluon.jit
@@ -216,7 +216,7 @@ def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constex
     Entries share draws if the indices of the tile's queries and keys are consecutive and begin at multiples of 16,
     which is known only at run time. If they do not share draws, their bits are collected in the same two words.
     """
-    IN_DRAWS: gl.constexpr = of_draws(PLAN.q_tile)
+    IN_DRAWS: gl.constexpr = draws_layout(PLAN.q_tile)
     rows = gl.arange(0, 32, gl.SliceLayout(1, IN_DRAWS))
     columns = gl.arange(0, PLAN.q_tile // 2, gl.SliceLayout(0, IN_DRAWS))
     of_queries = first_counter(P.q_counters, batch, q_start, F.q_index_batch, F.q_length, PLAN.q_tile)

@@ -9,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..kernels.tile_loop import owned
 from .backward_memory import barrier, first_place, next_turn, result_place, wait_for_room, write
-from .backward_turns import after_step, rank_of, steps_of, take_turn, tile_at
-from .bias_tiles import group_of
-from .hardware_barriers import arrive_at, wait_at
-from .head_tiles import fetch_heads, padded_size, place_of
+from .backward_turns import next_step, rank_of, steps_of, take_turn, tile_at
+from .bias_tiles import bias_group_of
+from .hardware_barriers import arrive_at, sync_at
+from .head_tiles import fetch_heads, padded_size, stage_of
 from .workarounds import async_atomic_add, fetch, store, wait_for_additions
 
 
@@ -20,7 +20,7 @@ class BackwardTiles(NamedTuple):
     """TMA descriptors of the tiles in global memory that a program fetches and writes.
 
     A tile of `dq` is one piece, in the order of `dq_order`. `of_queries` is used if `PLAN.of_queries` has any kinds,
-    and `dk` and `dv` if `PLAN.stored`. `bias` is 0 in a call without a bias, and `ds` is 0 in a
+    and `dk` and `dv` if `PLAN.results_by_tma`. `bias` is 0 in a call without a bias, and `ds` is 0 in a
     launch that stores no ds.
     """
 
@@ -73,7 +73,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         for number in range(0, F.group * count):
             head = kv_head * F.group + member
             tile = ahead
-            step, member = after_step(step, member, count, F, PLAN)
+            step, member = next_step(step, member, count, F, PLAN)
             ahead = tile_at(steps, step, T, PLAN)
             begins = number == 0
             place = done % PLAN.stages
@@ -83,39 +83,39 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 numbers_at = [((batch * F.heads + head) * T.columns + tile) * PLAN.q_tile, 0]
             q_full = shared.q_full.index(place)
             if done >= PLAN.stages:
-                wait_at("q_empty", place, PLAN)
+                sync_at("q_empty", place, PLAN)
             write(shared, "tile", place, tile)
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
             KINDS: gl.constexpr = len(PLAN.of_queries)
             OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + TO_SUBTRACT + NUMBERS * KINDS + OF_BIAS
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
-            fetch_heads(tiles.q, head, first, q_full, place_of(shared.q, place))
+            fetch_heads(tiles.q, head, first, q_full, stage_of(shared.q, place))
             fetch(tiles.lse, numbers_at, q_full, places.index(place))
             for kind in gl.static_range(KINDS):
                 numbers = shared.rows.index(first_place(PLAN.of_queries[kind], PLAN) + place)
                 line = _line_of(batch, head, F) * KINDS + kind
                 fetch(tiles.of_queries, [line, tile * PLAN.q_tile], q_full, numbers)
             if F.bias:
-                bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
+                bias_at = [bias_group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
                 fetch(tiles.bias, bias_at, q_full, shared.bias.index(place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
             place = done % PLAN.dout_stages
             dout_full = barrier(shared, "dout_full", place)
             if emptied + PLAN.dout_stages <= done:
-                wait_at("dout_empty", place, PLAN)
+                sync_at("dout_empty", place, PLAN)
                 emptied += 1
             _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + TO_SUBTRACT, PLAN.kv_tile * VALUE_DIM * 2, begins)
-            fetch_heads(tiles.dout, head, first, dout_full, place_of(shared.dout, PLAN.dout_first + place))
+            fetch_heads(tiles.dout, head, first, dout_full, stage_of(shared.dout, PLAN.dout_first + place))
             fetch(tiles.delta, numbers_at, dout_full, places.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
                     wait_for_room(shared, "kv_empty", taken, 1)
                 else:  # a consumer that is done with a turn's last dout is done with its keys too
                     if emptied < done:
-                        wait_at("dout_empty", (done - 1) % PLAN.dout_stages, PLAN)
+                        sync_at("dout_empty", (done - 1) % PLAN.dout_stages, PLAN)
                         emptied += 1
                 first = batch * F.kv_length + row * PLAN.kv_tile
-                fetch_heads(tiles.k, kv_head, first, q_full, place_of(shared.k, 0))
-                fetch_heads(tiles.v, kv_head, first, dout_full, place_of(shared.v, PLAN.v_first))
+                fetch_heads(tiles.k, kv_head, first, q_full, stage_of(shared.k, 0))
+                fetch_heads(tiles.v, kv_head, first, dout_full, stage_of(shared.v, PLAN.v_first))
             done += 1
         taken += 1
         turn = take_turn(turns, T, PLAN)
@@ -181,14 +181,14 @@ def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.co
         member = 0
         start = (done + NUMBER) % 2
         if start == 1:
-            step, member = after_step(step, member, count, F, PLAN)
+            step, member = next_step(step, member, count, F, PLAN)
         ahead = tile_at(steps, step, T, PLAN)
         for _ in range(start, F.group * count, 2):
             tile = ahead
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = turns.counters + 1 + first
-            step, member = after_step(step, member, count, F, PLAN)
-            step, member = after_step(step, member, count, F, PLAN)
+            step, member = next_step(step, member, count, F, PLAN)
+            step, member = next_step(step, member, count, F, PLAN)
             ahead = tile_at(steps, step, T, PLAN)
             rank = 0
             reached = 0
@@ -207,12 +207,12 @@ def add_dq(NUMBER: gl.constexpr, shared, tiles, turns, F: gl.constexpr, T: gl.co
                 wait_for_additions()
                 gl.atomic_add(counters + tile, 1, sem="release")
         done += F.group * count
-        if PLAN.stored:
+        if PLAN.results_by_tma:
             # Consumers hand dv and dk over like two more steps: dv to the writer of the first of these steps, dk to the
             # other writer.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
-                wait_at("dq_full", 2 * half + NUMBER, PLAN)
+                sync_at("dq_full", 2 * half + NUMBER, PLAN)
                 fence_async_shared()
                 if done % 2 == NUMBER:
                     _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
@@ -238,7 +238,7 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
     BOTH: gl.constexpr = PLAN.ordered or PLAN.strip_rows > 0
     if BOTH:
         for half in gl.static_range(2):
-            wait_at("dq_full", 2 * half + NUMBER, PLAN)
+            sync_at("dq_full", 2 * half + NUMBER, PLAN)
         fence_async_shared()
     if PLAN.strip_rows:
         store(tiles.ds, [ds_row, 0], shared.ds.index(NUMBER))
@@ -247,7 +247,7 @@ def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.
             reached = gl.load(counter, volatile=True)
     for half in gl.static_range(2):
         if not BOTH:
-            wait_at("dq_full", 2 * half + NUMBER, PLAN)
+            sync_at("dq_full", 2 * half + NUMBER, PLAN)
             fence_async_shared()
         _add_piece(tiles.dq, (tile * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
     for half in gl.static_range(2):
@@ -267,7 +267,7 @@ def _add_wide_pieces(
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     to = tile * PIECES * 16
     for piece in gl.static_range(PIECES // 2):
-        wait_at("dq_full", 2 + NUMBER, PLAN)
+        sync_at("dq_full", 2 + NUMBER, PLAN)
         if piece == 0:
             while reached < rank:
                 reached = gl.load(counter, volatile=True)
@@ -275,7 +275,7 @@ def _add_wide_pieces(
         tma.store_wait(0)
         arrive_at("dq_empty", 1, PLAN)
         if piece == 0:
-            wait_at("dq_full", NUMBER, PLAN)
+            sync_at("dq_full", NUMBER, PLAN)
             _add_piece(dq, to, shared.dq.index(0), rank, PLAN)
             _add_piece(dq, to + 16, shared.dq.index(2), rank, PLAN)
             tma.store_wait(0)

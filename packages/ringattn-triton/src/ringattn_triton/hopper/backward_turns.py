@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.tile_loop import full_tile, masked_tile, table_of, visit
+from ..kernels.tile_loop import masked_tile, table_of, visit, whole_tile
 
 _PATIENCE = gl.constexpr(2000)
 """The most looks at the counter of a program that waits for its neighbours' turns to be taken: 1 to 2 ms in all."""
@@ -61,7 +61,7 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     if PLAN.abreast > 1:
-        GROUP: gl.constexpr = PLAN.abreast * T.together
+        GROUP: gl.constexpr = PLAN.abreast * T.heads_at_once
         last = gl.minimum(turn // GROUP * GROUP + GROUP, turns.count)
         taken = turn + 1
         looks = 0
@@ -70,19 +70,21 @@ def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
             looks += 1
     if PLAN.strip_rows:
         first = gl.load(turns.first_tile)
-        together = gl.minimum(PLAN.strip_rows, T.rows - first) * T.together
+        together = gl.minimum(PLAN.strip_rows, T.rows - first) * T.heads_at_once
         rest = turn % together
-        heads_from = turn // together * T.together
-        turn = gl.where(heads_from * T.rows < turns.count, heads_from * T.rows + first * T.together + rest, turns.count)
+        heads_from = turn // together * T.heads_at_once
+        turn = gl.where(
+            heads_from * T.rows < turns.count, heads_from * T.rows + first * T.heads_at_once + rest, turns.count
+        )
     elif PLAN.upwards:
-        SIZE: gl.constexpr = T.rows * T.together
+        SIZE: gl.constexpr = T.rows * T.heads_at_once
         turn = gl.where(goes_upwards(turn, turns, T, PLAN), (turn // SIZE * 2 + 1) * SIZE - 1 - turn, turn)
     elif PLAN.interleaved:
-        SIZE: gl.constexpr = T.rows * T.together
-        HALF: gl.constexpr = T.rows // 2 * T.together
+        SIZE: gl.constexpr = T.rows * T.heads_at_once
+        HALF: gl.constexpr = T.rows // 2 * T.heads_at_once
         rest = gl.maximum(turn - HALF, 0)
-        pair = rest % SIZE // T.together
-        short = rest // SIZE * SIZE + HALF + pair // 2 * T.together + rest % T.together
+        pair = rest % SIZE // T.heads_at_once
+        short = rest // SIZE * SIZE + HALF + pair // 2 * T.heads_at_once + rest % T.heads_at_once
         interleaved = gl.where(pair % 2 == 0, short, short - HALF + SIZE)
         turn = gl.where((turn < HALF) | (turn >= turns.count - SIZE + HALF), turn, interleaved)
     return turn
@@ -95,7 +97,7 @@ def goes_upwards(turn, turns, T: gl.constexpr, PLAN: gl.constexpr):
     Downwards, the last turns of a head are short, so that all programs end together.
     """
     if PLAN.upwards:
-        return turn < turns.count - T.rows * T.together
+        return turn < turns.count - T.rows * T.heads_at_once
     else:
         return False
 
@@ -118,7 +120,7 @@ def steps_of(turn, row, batch, kv_head, turns, T: gl.constexpr, PLAN: gl.constex
     cache must hold all queries of the heads that run at once, or the kernel takes up to 1.6 times as long.
     """
     visited = visit(turns.bounds, turns.tiles, batch, kv_head, row, T)
-    whole = visited.full_to - visited.full_from
+    whole = visited.whole_to - visited.whole_from
     before = visited.before
     after = visited.masked - before
     start = 0
@@ -130,7 +132,7 @@ def steps_of(turn, row, batch, kv_head, turns, T: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
-def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
+def next_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
     """The next step of a turn: its query tile, number `step` of `count`, and its head, number `member` of the group.
 
     After the last step of the turn, `step` is 0 again.
@@ -150,9 +152,9 @@ def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     visited = steps.visited
     number = gl.abs(step - steps.start) if PLAN.ordered else step
     inside = number - visited.before
-    whole = visited.full_to - visited.full_from
+    whole = visited.whole_to - visited.whole_from
     if (inside >= 0) & (inside < whole):
-        tile = full_tile(visited, visited.full_from + inside, T)
+        tile = whole_tile(visited, visited.whole_from + inside, T)
     else:
         tile = masked_tile(visited, gl.where(inside < 0, number, number - whole), T)
     return tile

@@ -33,7 +33,7 @@ def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constex
 
 
 @gluon.jit
-def group_of(batch, head, F: gl.constexpr):
+def bias_group_of(batch, head, F: gl.constexpr):
     """Which group of `tiles_of_bias` is the bias of head `head` in batch row `batch`; 0 without a bias."""
     group = batch * 0
     if F.bias_batch:

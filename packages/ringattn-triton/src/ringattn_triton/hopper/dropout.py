@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import half_of, philox
 from ..kernels.tokens import first_counter, unsigned
-from .head_tiles import layout_of
+from .head_tiles import product_layout
 from .plans import CONSUMER_ROWS
 
 
 @gluon.constexpr_function
-def of_draws(KV_TILE):
+def draws_layout(KV_TILE):
     """The register layout of a tile's draws, `[32, KV_TILE / 2]`: each thread has the draws of the scores it holds."""
     columns = [1 << bit for bit in range(3, KV_TILE.bit_length() - 2)]
     return gl.DistributedLinearLayout(
@@ -52,12 +52,12 @@ def draws(P, batch, start, tile, counter, key, OWN_DRAWS: gl.constexpr, F: gl.co
     `counter` is their `counter_of_queries`. If `OWN_DRAWS`, each entry has a draw of its own; its 16 bits go to the
     place in the two words that they would have in a shared draw.
     """
-    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(KV_TILE)))
-    columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, of_draws(KV_TILE)))
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, draws_layout(KV_TILE)))
+    columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, draws_layout(KV_TILE)))
     if OWN_DRAWS:
         i = start + (rows >> 3) * 16 + (rows & 7)
         j = tile * KV_TILE + (columns >> 3) * 16 + (columns & 7)
-        first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, of_draws(KV_TILE))
+        first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, draws_layout(KV_TILE))
         second = first
         for number in range(4):  # a loop at run time, which needs fewer registers than `own_draws`
             bits = _own_draw(P, batch, (i + number // 2 * 8)[:, None], (j + number % 2 * 8)[None, :], key, F)
@@ -100,4 +100,4 @@ def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, BY_KEYS: gl.cons
     # The halves of a word are for keys 8 apart, the words for queries 8 apart.
     ROWS: gl.constexpr = 4 if BY_KEYS else 5
     whole = gl.reshape(gl.permute(four, (0, ROWS, 1, 2, 9 - ROWS, 3)), [CONSUMER_ROWS, COLUMNS])
-    return gl.convert_layout(whole, layout_of(COLUMNS))
+    return gl.convert_layout(whole, product_layout(COLUMNS))

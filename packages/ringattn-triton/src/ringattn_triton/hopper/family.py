@@ -137,7 +137,7 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> p
         fresh=partial is None or partial.out is None,
         from_lse=partial is not None,
         bounded=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
-        stored=alike and plan.q_places == 2 and not constants.bias,
+        results_by_tma=alike and plan.q_places == 2 and not constants.bias,
         one_sided=constants.distances and block.reach.causal,
     )
 

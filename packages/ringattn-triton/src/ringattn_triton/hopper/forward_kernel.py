@@ -17,14 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .hardware_barriers import arrive_at, begin, read_number, wait_at, wait_until_full
-from .head_tiles import in_two_pieces, layout_of, place_of, places_of_heads, product_of_heads, rows_of
-from .pipeline import ForwardMemory, next_turn, produce, read
+from .forward_positions import of_keys, of_queries
+from .forward_results import continued_rows, load_sums, no_maxima, write_results
+from .forward_softmax import as_quads, pack, quad_sums, score_tile, weigh_tile
+from .forward_transfers import ForwardMemory, next_turn, produce, read
+from .hardware_barriers import arrive_at, begin, read_number, sync_at, wait_until_full
+from .head_tiles import in_two_pieces, product_layout, product_of_heads, row_layout, stage_of, stages_of_heads
 from .plans import CONSUMER_ROWS
-from .positions import of_keys, of_queries
-from .results import continued_rows, loaded, no_maxima, written
-from .softmax import in_parts, packed, scored, sums_of_parts, weighed
-from .sums import accumulators, finished, no_sums, rescaled, with_values
+from .sums import accumulators, add_values, no_sums, rescale, wait_for_sums
 from .workarounds import after_arrival, after_barriers, softmax_first
 
 
@@ -44,7 +44,7 @@ def forward(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     Q_PLACES: gl.constexpr = PLAN.q_places * PLAN.consumers
-    queries = places_of_heads(TYPE, Q_PLACES, Q_PLACES, CONSUMER_ROWS, F.head_dim)
+    queries = stages_of_heads(TYPE, Q_PLACES, Q_PLACES, CONSUMER_ROWS, F.head_dim)
     bias = queries
     if F.bias:
         BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, PLAN.kv_tile], TYPE)
@@ -55,12 +55,12 @@ def forward(
     shared = ForwardMemory(
         queries,
         gl.allocate_shared_memory(gl.int64, [PLAN.q_places, 1], BARRIER),
-        places_of_heads(TYPE, PLAN.stages, PLAN.stages, PLAN.kv_tile, F.head_dim),
+        stages_of_heads(TYPE, PLAN.stages, PLAN.stages, PLAN.kv_tile, F.head_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         bias,
-        # One place is enough for the second piece of values: there is time to fetch the piece anew (`with_values`).
-        places_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
+        # One place is enough for the second piece of values: there is time to fetch the piece anew (`add_values`).
+        stages_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if in_two_pieces(F.value_dim) else 0,
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
@@ -108,7 +108,7 @@ class Softmax(NamedTuple):
 
     `acc` has the sums of weighted values (`sums`), without those of the last tile: the next step multiplies `acc` by
     `shrink`, and then adds the product of the last tile's `weights` and values. `total` has the sums of weights, and
-    `tops` the row maxima (`softmax.scored`).
+    `tops` the row maxima (`forward_softmax.score_tile`).
     """
 
     acc: Any
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
     """A consumer's 64 queries in a turn: the tile `q` in shared memory, and what masks and options need.
 
     `start` is the number of the first query. `counter` is its dropout counter (`dropout.counter_of_queries`), and
-    `from_origin` has the queries' ALiBi positions (`positions.of_queries`).
+    `from_origin` has the queries' ALiBi positions (`forward_positions.of_queries`).
     """
 
     q: Any
@@ -137,20 +137,20 @@ class Rows(NamedTuple):
 @gluon.jit
 def _no_scores(PLAN: gl.constexpr):
     KV_TILE: gl.constexpr = PLAN.kv_tile
-    return gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, layout_of(KV_TILE))
+    return gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, product_layout(KV_TILE))
 
 
 @gluon.jit
 def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
     """The code of consumer `NUMBER`: it computes and writes the results of its 64 queries of every turn."""
-    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
+    OF_ROWS: gl.constexpr = row_layout(PLAN.kv_tile)
     RAGGED: gl.constexpr = F.q_length % PLAN.q_tile != 0
     nought = _no_scores(PLAN)
     taken = 0
     done = 0
     tops = no_maxima(0.0, F, PLAN)
-    weights = packed(nought, shared.k[0].dtype)
-    softmax = Softmax(no_sums(F.value_dim), weights, sums_of_parts(nought), tops, tops[0] + 1.0)
+    weights = pack(nought, shared.k[0].dtype)
+    softmax = Softmax(no_sums(F.value_dim), weights, quad_sums(nought), tops, tops[0] + 1.0)
     if PLAN.consumers - 1 == NUMBER:
         _pass_order(NUMBER, PLAN)
     row = next_turn(shared, done)
@@ -162,15 +162,15 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
         start = row + NUMBER * CONSUMER_ROWS
         # Two products are in flight together: the scores of this turn's first tile, and the weighted values of the
         # previous turn's last tile. In the first turn the second product has no meaning, and its result is not used.
-        q = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
+        q = stage_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
         wait_until_full(shared.q_full, done, PLAN.q_places)
         wait_until_full(shared.k_full, taken, PLAN.stages)
-        k = place_of(shared.k, taken % PLAN.stages)
+        k = stage_of(shared.k, taken % PLAN.stages)
         _wait_for_order(NUMBER, PLAN)
         s = product_of_heads(q, k, nought, F.head_dim)
         acc = _shrunk(softmax, PLAN)
         before = (taken + PLAN.stages - 1) % PLAN.stages
-        acc = with_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
+        acc = add_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
         _pass_order(NUMBER, PLAN)
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, head_number, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
@@ -186,31 +186,31 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
             drawn = _drawn(shared, taken, P, rows, False, F, PLAN)
         old_tops, old_total = softmax.tops, softmax.total
         tops, total_before = continued_rows(BEFORE, start, batch, head_number, F, PLAN)
-        total = in_parts(total_before)
+        total = as_quads(total_before)
         s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
         arrive_at("k_empty", taken % PLAN.stages, PLAN)
         keys = _keys(loaded_keys, F, PLAN, PLAN.masked)
-        s, base, tops, shrink = scored(s, tops, rows, keys, bias, away, F, PLAN.masked, PLAN)
-        p, total = weighed(s, base, shrink, total, drawn, F, PLAN)
-        acc = finished(acc)
+        s, base, tops, shrink = score_tile(s, tops, rows, keys, bias, away, F, PLAN.masked, PLAN)
+        p, total = weigh_tile(s, base, shrink, total, drawn, F, PLAN)
+        acc = wait_for_sums(acc)
         if done > 0:
             arrive_at("v_empty", before, PLAN)
             if in_two_pieces(F.value_dim):
                 arrive_at("rest_empty", 0, PLAN)
-            written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN)
+            write_results(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
-            acc = loaded(BEFORE[0], start, batch, head_number, F)
+            acc = load_sums(BEFORE[0], start, batch, head_number, F)
             # Unless scores are bounded, `total_before` is 1 (or 0 for a row that saw nothing, whose `acc` is 0).
             factor = total_before if PLAN.bounded else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
-            acc = rescaled(acc, factor)
+            acc = rescale(acc, factor)
             # No product is in flight. The wait keeps the compiler from delaying the multiplication into the registers
             # of the next product.
-            acc = finished(acc)
+            acc = wait_for_sums(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        softmax = Softmax(acc, packed(p, q[0].dtype), total, tops, shrink)
+        softmax = Softmax(acc, pack(p, q[0].dtype), total, tops, shrink)
         taken += 1
         if F.dropout and counter < 0:
             softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, True, F, PLAN)
@@ -223,8 +223,8 @@ def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PL
     if done > 0:
         acc = _shrunk(softmax, PLAN)
         last = taken - 1
-        acc = finished(with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN))
-        written(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN)
+        acc = wait_for_sums(add_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN))
+        write_results(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN)
 
 
 @gluon.jit
@@ -233,7 +233,7 @@ def _shrunk(softmax, PLAN: gl.constexpr):
     if PLAN.bounded:
         return softmax.acc
     else:
-        return rescaled(softmax.acc, softmax.shrink)
+        return rescale(softmax.acc, softmax.shrink)
 
 
 @gluon.jit
@@ -244,7 +244,7 @@ def _wait_for_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
     has begun its own. Its softmax then overlaps with the products of the others.
     """
     if PLAN.ordered:
-        wait_at("order", NUMBER, PLAN)
+        sync_at("order", NUMBER, PLAN)
 
 
 @gluon.jit
@@ -281,10 +281,10 @@ def _continued(
     last = taken - 1
     wait_until_full(shared.k_full, taken, PLAN.stages)
     _wait_for_order(NUMBER, PLAN)
-    k = place_of(shared.k, taken % PLAN.stages)
+    k = stage_of(shared.k, taken % PLAN.stages)
     s = product_of_heads(rows.q, k, _no_scores(PLAN), F.head_dim)
     acc = _shrunk(softmax, PLAN)
-    acc = with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
+    acc = add_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
     _pass_order(NUMBER, PLAN)
     loaded_keys = _loaded_keys(shared, taken, P, rows.batch, F, PLAN, MASKED)
     bias = _bias(shared, taken, NUMBER, F, PLAN)
@@ -300,7 +300,7 @@ def _continued(
     keys = _keys(loaded_keys, F, PLAN, MASKED)
     if LATE:
         away = of_keys(shared, taken, F, PLAN)
-    s, base, tops, shrink = scored(s, softmax.tops, rows, keys, bias, away, F, MASKED, PLAN)
+    s, base, tops, shrink = score_tile(s, softmax.tops, rows, keys, bias, away, F, MASKED, PLAN)
     if in_two_pieces(F.value_dim):
         # The second piece of values has one place, and its product began first. If the place is freed before the
         # exponentials, it is filled again while the other consumer computes.
@@ -308,10 +308,10 @@ def _continued(
         arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)
     softmax_first(taken)
-    p, total = weighed(s, base, shrink, softmax.total, drawn, F, PLAN)
-    acc = finished(acc)
+    p, total = weigh_tile(s, base, shrink, softmax.total, drawn, F, PLAN)
+    acc = wait_for_sums(acc)
     arrive_at("v_empty", last % PLAN.stages, PLAN)
-    return Softmax(acc, packed(p, rows.q[0].dtype), total, tops, shrink)
+    return Softmax(acc, pack(p, rows.q[0].dtype), total, tops, shrink)
 
 
 @gluon.jit
@@ -332,7 +332,7 @@ def _loaded_keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, M
 @gluon.jit
 def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
     """Converts the result of `_loaded_keys` to the layout of scores, through shared memory."""
-    SCORES: gl.constexpr = layout_of(PLAN.kv_tile)
+    SCORES: gl.constexpr = product_layout(PLAN.kv_tile)
     if MASKED:
         column = loaded.start + gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))[None, :]
         inside = column < F.kv_length
@@ -354,7 +354,7 @@ def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
 def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """Loads this consumer's bias of key tile number `taken` from shared memory; returns 0 if the call has no bias."""
     if F.bias:
-        return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(layout_of(PLAN.kv_tile))
+        return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(product_layout(PLAN.kv_tile))
     else:
         return 0
 

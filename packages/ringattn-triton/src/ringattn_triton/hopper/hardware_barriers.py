@@ -56,7 +56,7 @@ def wait_until_empty(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr
 
 
 @gluon.jit
-def wait_at(NAME: gl.constexpr, place, PLAN: gl.constexpr):
+def sync_at(NAME: gl.constexpr, place, PLAN: gl.constexpr):
     """Arrives at the barrier `NAME` of place `place`, and waits until all its threads have arrived."""
     hardware_barrier("sync", first_number(NAME, PLAN) + place, threads_of(NAME, PLAN))
 

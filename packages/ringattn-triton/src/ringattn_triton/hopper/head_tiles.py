@@ -49,26 +49,26 @@ def padded_size(dim):
 
 
 @gluon.jit
-def places_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
+def stages_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
     """Allocates shared memory for tiles of `ROWS` tokens of a head: an array of places for each piece of the head.
 
     There are `COUNT` places for the first piece, and `REST` places for the second piece, if the head has two.
     """
-    places = (_places_of_piece(TYPE, COUNT, ROWS, stored_width(DIM, 0)),)
+    places = (stages_of_tiles(TYPE, COUNT, ROWS, stored_width(DIM, 0)),)
     if in_two_pieces(DIM):
-        places += (_places_of_piece(TYPE, REST, ROWS, stored_width(DIM, 1)),)
+        places += (stages_of_tiles(TYPE, REST, ROWS, stored_width(DIM, 1)),)
     return places
 
 
 @gluon.jit
-def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def stages_of_tiles(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], TYPE)
     return gl.allocate_shared_memory(TYPE, [COUNT, ROWS, WIDTH], LAYOUT)
 
 
 @gluon.jit
-def place_of(places, number):
-    """Place `number` of an allocation by `places_of_heads`, as a tuple of the head's pieces."""
+def stage_of(places, number):
+    """Place `number` of an allocation by `stages_of_heads`, as a tuple of the head's pieces."""
     found = ()
     for one in gl.static_range(len(places)):
         found += (places[one].index(number),)
@@ -125,21 +125,21 @@ def fetch_piece(tiles, head, row, full, place, NUMBER: gl.constexpr):
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def product_layout(columns):
     """The register layout of a product of one warpgroup: 64 rows by `columns` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def rows_of(columns):
-    """The register layout of one number for each row of a product with the layout `layout_of(columns)`."""
-    return gl.SliceLayout(1, layout_of(columns))
+def row_layout(columns):
+    """The register layout of one number for each row of a product with the layout `product_layout(columns)`."""
+    return gl.SliceLayout(1, product_layout(columns))
 
 
 @gluon.constexpr_function
-def left_of(columns):
-    """The register layout of the left operand of a product with the layout `layout_of(columns)`."""
-    return gl.DotOperandLayout(operand_index=0, parent=layout_of(columns), k_width=2)
+def left_layout(columns):
+    """The register layout of the left operand of a product with the layout `product_layout(columns)`."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(columns), k_width=2)
 
 
 @gluon.jit

@@ -27,8 +27,8 @@ class ForwardPlan:
     `stages`: places for key tiles. `ordered`: consumers begin their products one after another. `masked`: some tiles
     may need a mask. `fresh`: there is no partial output to continue. `from_lse`: the softmax begins from a log-sum-exp,
     of a partial result or of sinks. `bounded`: half of the soft cap, not the row maximum, is subtracted from scores.
-    `stored`: the producer writes outputs by TMA, from shared memory; otherwise the consumers do, from registers.
-    `one_sided`: scores depend on distances, and no query sees a key after itself.
+    `results_by_tma`: the producer writes outputs by TMA, from shared memory; otherwise the consumers do, from
+    registers. `one_sided`: scores depend on distances, and no query sees a key after itself.
     """
 
     consumers: int
@@ -46,7 +46,7 @@ class ForwardPlan:
     fresh: bool = False
     from_lse: bool = False
     bounded: bool = False
-    stored: bool = False
+    results_by_tma: bool = False
     one_sided: bool = False
 
     @property
@@ -75,8 +75,8 @@ class BackwardPlan:
     """The tile sizes, places and registers of the one-pass backward kernel, and how it divides the work.
 
     What follows from the head size alone (`BACKWARD`). `stages`, `dout_stages`: places of queries and of dout. `wide`:
-    one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer computes
-    both, for half of the keys.
+    one consumer computes dv and the other dk, each of all keys (`backward_wide_products`). Otherwise each consumer
+    computes both, for half of the keys.
 
     What follows from the call, and is set once, by `turn_order.arranged` or `backward.backward`. `ordered`: turns add
     to dq in the order in which they are taken, so that every run gives the same bits. `heads_inside`: a turn visits a
@@ -86,8 +86,8 @@ class BackwardPlan:
     many neighbouring key tiles of a head begin together. `masked`: some tiles may need a mask. `of_queries`: which
     numbers a step reads of each query besides lse and delta: "distance" from the first query of the tile, the "first"
     and "last" position that it sees, "segment". `subtracting`: the tensor cores subtract lse and delta
-    (`backward_products.subtracted`). `stored`: dk and dv are written by TMA, from shared memory. `strip_rows`: a launch
-    computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no ds.
+    (`backward_products.subtract`). `results_by_tma`: dk and dv are written by TMA, from shared memory. `strip_rows`: a
+    launch computes so many key tiles and stores their ds; 0: it computes all key tiles and stores no ds.
     """
 
     q_tile: int
@@ -109,7 +109,7 @@ class BackwardPlan:
     masked: bool = False
     of_queries: tuple[str, ...] = ()
     subtracting: bool = False
-    stored: bool = False
+    results_by_tma: bool = False
     strip_rows: int = 0
 
     @property

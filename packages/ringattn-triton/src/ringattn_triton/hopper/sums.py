@@ -2,8 +2,8 @@
 """Accumulators of a consumer on Hopper: a tuple of one or two `[64, width]`.
 
 In the forward pass they sum weighted values; in the backward pass of heads of more than 128, dk or dv
-(`wide_products`). A head whose size is a power of two has one. A head of 96 has two, of 64 and 32; a head of 192,
-of 128 and 64.
+(`backward_wide_products`). A head whose size is a power of two has one. A head of 96 has two, of 64 and 32; a head of
+192, of 128 and 64.
 """
 
 from triton.experimental import gluon
@@ -12,10 +12,10 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import float32, inline_asm_elementwise
 
+from .forward_softmax import unpack
 from .hardware_barriers import phase_of, wait_until_full
-from .head_tiles import dims_of, in_two_pieces, layout_of, left_of, piece, product_count, rows_of
+from .head_tiles import dims_of, in_two_pieces, left_layout, piece, product_count, product_layout, row_layout
 from .plans import CONSUMER_ROWS
-from .softmax import unpacked
 from .workarounds import opaque_zero
 
 
@@ -44,12 +44,12 @@ def no_sums(DIM: gl.constexpr):
     """New accumulators of zeros for a head of `DIM` dimensions."""
     sums = ()
     for number in gl.static_range(accumulators(DIM)):
-        sums += (gl.zeros([CONSUMER_ROWS, width_of(DIM, number)], gl.float32, layout_of(width_of(DIM, number))),)
+        sums += (gl.zeros([CONSUMER_ROWS, width_of(DIM, number)], gl.float32, product_layout(width_of(DIM, number))),)
     return sums
 
 
 @gluon.jit
-def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
+def add_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
     """Begins to add the weighted values of key tile number `last` to the accumulators, one product for each.
 
     If `there`, it first waits until the values have arrived in `place`. Otherwise no such tile exists, and it
@@ -59,39 +59,39 @@ def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PL
     if in_two_pieces(DIM):
         if there:
             wait_until_full(shared.rest_full, last, 1)
-        rest = _added(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
+        rest = _add_to(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
         if there:
             mbarrier.wait(shared.v_full.index(place), phase_of(last, PLAN.stages))
-        return _added(sums[0], weights, (shared.v[0].index(place),), 0), rest
+        return _add_to(sums[0], weights, (shared.v[0].index(place),), 0), rest
     else:
         if there:
             mbarrier.wait(shared.v_full.index(place), phase_of(last, PLAN.stages))
-        return with_product(sums, weights, (shared.v[0].index(place),), DIM)
+        return add_product(sums, weights, (shared.v[0].index(place),), DIM)
 
 
 @gluon.jit
-def with_product(sums, left, right, DIM: gl.constexpr):
+def add_product(sums, left, right, DIM: gl.constexpr):
     """Begins to add `left right` to the accumulators.
 
-    `left` is in registers, `packed` or not; `right` is a tile in shared memory.
+    `left` is in registers, `pack` or not; `right` is a tile in shared memory.
     """
     found = ()
     for number in gl.static_range(accumulators(DIM)):
-        found += (_added(sums[number], left, right, first_of(DIM, number)),)
+        found += (_add_to(sums[number], left, right, first_of(DIM, number)),)
     return found
 
 
 @gluon.jit
-def _added(sums, left, right, FIRST: gl.constexpr):
+def _add_to(sums, left, right, FIRST: gl.constexpr):
     """Begins to add to one accumulator the product of `left` and the dimensions of `right` from `FIRST` on."""
     right = dims_of(right, FIRST, sums.shape[1])
     if left.dtype == gl.int32:
-        left = unpacked(left, right.dtype)
-    return warpgroup_mma(gl.convert_layout(left, left_of(sums.shape[1])), right, sums, is_async=True)
+        left = unpack(left, right.dtype)
+    return warpgroup_mma(gl.convert_layout(left, left_layout(sums.shape[1])), right, sums, is_async=True)
 
 
 @gluon.jit
-def finished(sums):
+def wait_for_sums(sums):
     """Waits for all products in flight, and returns the accumulators with their results."""
     found = ()
     for number in gl.static_range(len(sums)):
@@ -100,11 +100,11 @@ def finished(sums):
 
 
 @gluon.jit
-def rescaled(sums, factor):
+def rescale(sums, factor):
     """Multiplies each row of the accumulators by its factor. A warp whose factors are all 1 does not multiply."""
     found = ()
     for number in gl.static_range(len(sums)):
-        found += (product_where_needed(sums[number], of_dims(factor, sums[number].shape[1])),)
+        found += (product_where_needed(sums[number], as_column(factor, sums[number].shape[1])),)
     return found
 
 
@@ -130,6 +130,6 @@ def product_where_needed(acc, factor, _semantic=None):
 
 
 @gluon.jit
-def of_dims(rows, WIDTH: gl.constexpr):
+def as_column(rows, WIDTH: gl.constexpr):
     """Converts one number for each row to a column that can be multiplied with an accumulator of `WIDTH` dimensions."""
-    return gl.convert_layout(rows, rows_of(WIDTH))[:, None]
+    return gl.convert_layout(rows, row_layout(WIDTH))[:, None]

@@ -12,7 +12,7 @@ from .workarounds import hidden_unless_equal
 
 
 @gluon.jit
-def scored(s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr):
+def score_tile(s, tops, rows, keys, bias, away, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr):
     """Four results: scores, what each row subtracts from them, the new `tops`, and factors for each row's sums so far.
 
     The second and the third are in units of log2. `tops[0]` has the row maxima. Each is updated only if a score exceeds
@@ -76,16 +76,16 @@ def _masked(s, rows, keys, F: gl.constexpr, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr):
+def weigh_tile(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr):
     """The softmax weights of a tile after dropout, and each row's updated sum of weights before dropout.
 
-    The sums, `total`, are in four parts (`sums_of_parts`).
+    The sums, `total`, are in four parts (`quad_sums`).
     """
     FOLD: gl.constexpr = fold_of(F)
     p = gl.exp2(s * FOLD - base[:, None])
     if not PLAN.bounded:
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None]
-    total = total + sums_of_parts(p)
+    total = total + quad_sums(p)
     if F.dropout:
         p = gl.where(kept(drawn[0], drawn[1], F, PLAN.kv_tile), p, 0.0)
     return p, total
@@ -99,26 +99,26 @@ def folded(F):
 
 @gluon.constexpr_function
 def fold_of(F):
-    """The factor that converts the scores of `scored` to units of log2."""
+    """The factor that converts the scores of `score_tile` to units of log2."""
     return F.unbend * F.fold if folded(F) else F.fold
 
 
 @gluon.jit
-def sums_of_parts(p):
+def quad_sums(p):
     """Sums each row of `p` in four parts, `[64, 4]`: one for each of the four threads that hold the row."""
     own = gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
     return gl.convert_layout(own, quad_layout(4))
 
 
 @gluon.jit
-def in_parts(total):
-    """Turns each row's sum into four parts, as `sums_of_parts` returns them: the first is the sum, the others 0."""
+def as_quads(total):
+    """Turns each row's sum into four parts, as `quad_sums` returns them: the first is the sum, the others 0."""
     first = gl.arange(0, 4, gl.SliceLayout(0, quad_layout(4)))[None, :] == 0
     return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, quad_layout(4)))[:, None], 0.0)
 
 
 @gluon.jit
-def packed(p, TYPE: gl.constexpr):
+def pack(p, TYPE: gl.constexpr):
     """Rounds the weights `p` to `TYPE` and packs two neighbours of a row in one 32-bit word: `[64, KV_TILE / 2]`.
 
     Carried from step to step as single numbers, the weights would cost an instruction each to unpack and pack them
@@ -146,8 +146,8 @@ def quad_layout(COLUMNS):
 
 
 @gluon.jit
-def unpacked(weights, TYPE: gl.constexpr):
-    """Unpacks `packed` weights to `TYPE`."""
+def unpack(weights, TYPE: gl.constexpr):
+    """Unpacks `pack` weights to `TYPE`."""
     first = weights.to(gl.int16).to(TYPE, bitcast=True)
     second = (weights >> 16).to(gl.int16).to(TYPE, bitcast=True)
     return gl.reshape(gl.join(first, second), [weights.shape[0], weights.shape[1] * 2])

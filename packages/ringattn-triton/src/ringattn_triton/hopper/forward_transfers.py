@@ -7,21 +7,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
-from .bias_tiles import group_of, tiles_of_bias
-from .hardware_barriers import read_number, wait_at, wait_until_full, write_number
+from ..kernels.tile_loop import masked_tile, owned, visit, whole_tile
+from .bias_tiles import bias_group_of, tiles_of_bias
+from .forward_positions import load_key_offsets, offsets_stage, origin_of
+from .hardware_barriers import read_number, sync_at, wait_until_full, write_number
 from .head_tiles import (
     fetch_heads,
     fetch_piece,
     in_two_pieces,
     padded_size,
-    place_of,
+    stage_of,
     stored_width,
     tiles_of_heads,
     tiles_of_results,
 )
 from .plans import CONSUMER_ROWS
-from .positions import loaded_of_keys, origin_of, place_of_positions
 from .workarounds import fetch, store
 
 _NUMBERS: Final = {"first": 0, "batch": 1, "head": 2, "masked": 3, "whole": 4}
@@ -57,7 +57,8 @@ class ForwardMemory(NamedTuple):
 class ForwardTiles(NamedTuple):
     """TMA descriptors of tiles of queries, keys, values, bias and results.
 
-    `bias` in a call without a bias, and `out` in a plan whose results are not `stored`, are copies of `q` and not used.
+    `bias` in a call without a bias, and `out` in a plan whose results are not `results_by_tma`, are copies of `q` and
+    not used.
     """
 
     q: Any
@@ -102,8 +103,9 @@ def produce(
        be the last of the previous turn.
     4. It takes the next turn, and looks up which tiles that turn visits.
     5. It fetches the tiles that need no mask in the same way.
-    6. If results are `PLAN.stored`, then after the third tile of step 5 it waits until the consumers have finished the
-       previous turn, which they do in their first step of this turn, and begins to store the results of that turn.
+    6. If results are `PLAN.results_by_tma`, then after the third tile of step 5 it waits until the consumers have
+       finished the previous turn, which they do in their first step of this turn, and begins to store the results of
+       that turn.
 
     The first turn comes from the counter too: a program that starts late then does not hold back a long turn.
     """
@@ -117,7 +119,7 @@ def produce(
     while number < all_turns:
         visited = turn.visited
         masked = visited.masked
-        whole = visited.full_to - visited.full_from
+        whole = visited.whole_to - visited.whole_from
         if PLAN.fresh:
             # A turn that sees nothing gets one tile, in which all pairs are masked out, so that its zeros are written.
             # Where a partial result is continued, it lies in the output already.
@@ -129,7 +131,7 @@ def produce(
             released = 0
             announced += 1
         kv_head = turn.head // F.group
-        bias_group = group_of(turn.batch, turn.head, F)
+        bias_group = bias_group_of(turn.batch, turn.head, F)
         origin = origin_of(P, turn.batch, turn.row * PLAN.q_tile, F)
         for step in range(0, masked):
             tile = ahead
@@ -138,13 +140,13 @@ def produce(
         # The next turn is looked up while consumers have tiles to work on.
         number = gl.atomic_add(TAKEN, 1, sem="relaxed")
         following = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
-        ahead = full_tile(visited, visited.full_from, T)
-        for step in range(visited.full_from, visited.full_to):
+        ahead = whole_tile(visited, visited.whole_from, T)
+        for step in range(visited.whole_from, visited.whole_to):
             tile = ahead
-            ahead = full_tile(visited, step + 1, T)
+            ahead = whole_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F, PLAN)
             # After the third tile this wait is short. Before the first tile it would never end.
-            if PLAN.stored and step == visited.full_from + 2 and announced > 1:
+            if PLAN.results_by_tma and step == visited.whole_from + 2 and announced > 1:
                 _release(shared, announced % 2, tiles, PLAN)
                 released = 1
         turn = following
@@ -154,7 +156,7 @@ def produce(
     if announced > 1 and released == 0:
         _release(shared, announced % 2, tiles, PLAN)
     _announce(shared, announced, -1, 0, 0, 0, 0)
-    if PLAN.stored:
+    if PLAN.results_by_tma:
         if announced > 0:
             _release(shared, (announced + 1) % 2, tiles, PLAN)
         tma.store_wait(0)
@@ -175,7 +177,7 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
     if F.bias:
         bias_tiles = tiles_of_bias(P.bias, BATCH, F, CONSUMER_ROWS, PLAN.kv_tile)
     out_tiles = q_tiles
-    if PLAN.stored:
+    if PLAN.results_by_tma:
         out_tiles = tiles_of_results(OUT, BATCH, F.q_length, F.heads, F.value_dim)
     return ForwardTiles(q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
 
@@ -202,25 +204,26 @@ def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.cons
     place = number % PLAN.q_places
     full = shared.q_full.index(place)
     if PLAN.q_places == 1 and number > 0:
-        wait_at("q_empty", 0, PLAN)
-    if PLAN.stored:
+        sync_at("q_empty", 0, PLAN)
+    if PLAN.results_by_tma:
         tma.store_wait(0)
     mbarrier.expect(full, PLAN.q_tile * padded_size(F.head_dim) * 2)
     first += turn.batch * F.q_length
     for consumer in gl.static_range(CONSUMERS):
         mine_from = first + consumer * CONSUMER_ROWS
-        fetch_heads(tiles.q, turn.head, mine_from, full, place_of(shared.q, place * CONSUMERS + consumer))
+        fetch_heads(tiles.q, turn.head, mine_from, full, stage_of(shared.q, place * CONSUMERS + consumer))
 
 
 @gluon.jit
 def _release(shared, place, tiles, PLAN: gl.constexpr):
-    """Waits until all consumers have finished the turn in `place`; if `PLAN.stored`, begins to store its results.
+    """Waits until all consumers have finished the turn in `place`; if `PLAN.results_by_tma`, begins to store its
+    results.
 
     Turn `n` of a program has place `n % 2`. If queries have two places, the consumers are then done with the turn's
     queries too. The results lie where the queries were.
     """
-    wait_at("turn_empty", place, PLAN)
-    if PLAN.stored:
+    sync_at("turn_empty", place, PLAN)
+    if PLAN.results_by_tma:
         CONSUMERS: gl.constexpr = PLAN.consumers
         first = read(shared, "first", place, 1)
         batch = read(shared, "batch", place, 1)
@@ -258,15 +261,15 @@ def _fetch_tile(
     place = fetched.count % PLAN.stages
     first = turn.batch * F.kv_length + tile * PLAN.kv_tile
     full = shared.k_full.index(place)
-    away = loaded_of_keys(P, turn.batch, tile, origin, F, PLAN.kv_tile)
+    away = load_key_offsets(P, turn.batch, tile, origin, F, PLAN.kv_tile)
     if fetched.count >= PLAN.stages:
-        wait_at("k_empty", place, PLAN)
+        sync_at("k_empty", place, PLAN)
     if F.distances:
-        place_of_positions(shared, fetched.count, PLAN).store(away)
+        offsets_stage(shared, fetched.count, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
     OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
     mbarrier.expect(full, PLAN.kv_tile * padded_size(F.head_dim) * 2 + OF_BIAS)
-    fetch_heads(tiles.k, kv_head, first, full, place_of(shared.k, place))
+    fetch_heads(tiles.k, kv_head, first, full, stage_of(shared.k, place))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number).reshape((1, CONSUMER_ROWS, PLAN.kv_tile))
@@ -284,13 +287,13 @@ def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
     place = number % PLAN.stages
     full = shared.v_full.index(place)
     if number >= PLAN.stages:
-        wait_at("v_empty", place, PLAN)
+        sync_at("v_empty", place, PLAN)
     mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
     fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[0].index(place), 0)
     if in_two_pieces(F.value_dim):
         full = shared.rest_full.index(0)
         if number >= 1:
-            wait_at("rest_empty", 0, PLAN)
+            sync_at("rest_empty", 0, PLAN)
         mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 1) * 2)
         fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[1].index(0), 1)
 

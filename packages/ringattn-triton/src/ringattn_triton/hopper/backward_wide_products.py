@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.scores import narrowed, scaled
-from .backward_memory import barrier, finished_turn, next_turn, read, wait_for, weights_place
+from .backward_memory import barrier, finish_turn, next_turn, read, wait_for, weights_place
 from .backward_products import hand_over, in_register_order, write_gradient
-from .backward_scores import numbers_of, probabilities, tile_of
-from .hardware_barriers import arrive_at, wait_at, wait_until_full
-from .head_tiles import dims_of, layout_of, place_of, product_of_heads
-from .sums import accumulators, finished, first_of, no_sums, with_product
+from .backward_scores import load_query_values, probabilities, tile_of
+from .hardware_barriers import arrive_at, sync_at, wait_until_full
+from .head_tiles import dims_of, product_layout, product_of_heads, stage_of
+from .sums import accumulators, add_product, first_of, no_sums, wait_for_sums
 from .workarounds import arrive_at_constant, opaque_zero
 
 
@@ -57,7 +57,7 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False)
         mbarrier.arrive(barrier(shared, "kv_empty", 0), count=1)
-        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
+        row, batch, kv_head = finish_turn(shared, taken, T, F.kv_heads)
         for piece in gl.static_range(accumulators(F.value_dim)):
             write_gradient(
                 dv[piece], DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, first_of(F.value_dim, piece)
@@ -83,7 +83,7 @@ def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
         for step in range(first, done):
             dk = _step_of_dk(dk, shared, step, F, PLAN)
         mbarrier.arrive(barrier(shared, "kv_empty", 0), count=1)
-        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
+        row, batch, kv_head = finish_turn(shared, taken, T, F.kv_heads)
         for piece in gl.static_range(accumulators(F.head_dim)):
             found = scaled(dk[piece], shared.ds, F)
             write_gradient(found, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, first_of(F.head_dim, piece))
@@ -101,25 +101,25 @@ def _step_of_dv(dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLA
     Q_TILE: gl.constexpr = PLAN.q_tile
     place = step % PLAN.stages
     wait_until_full(shared.q_full, step, PLAN.stages)
-    zero = gl.zeros([64, Q_TILE], gl.float32, layout_of(Q_TILE))
-    s = product_of_heads(place_of(shared.k, opaque_zero()), place_of(shared.q, place), zero, F.head_dim)
+    zero = gl.zeros([64, Q_TILE], gl.float32, product_layout(Q_TILE))
+    s = product_of_heads(stage_of(shared.k, opaque_zero()), stage_of(shared.q, place), zero, F.head_dim)
     tile = tile_of(shared, place, P, turn, 0, 0, F, T, PLAN, MASKED)
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, tile, F, PLAN, MASKED)
     arrive_at("q_empty", place, PLAN)
-    wait_at("weights_empty", 0, PLAN)
+    sync_at("weights_empty", 0, PLAN)
     weights_place(shared).store(in_register_order(p))
     arrive_at("weights_full", 0, PLAN)
     dout_place = step % PLAN.dout_stages
     wait_for(shared, "dout_full", step, PLAN.dout_stages)
     weights = p.to(shared.ds.dtype)
-    dv = finished(with_product(dv, weights, place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
+    dv = wait_for_sums(add_product(dv, weights, stage_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
     arrive_at("dout_empty", dout_place, PLAN)
-    wait_at("ds_full", 0, PLAN)
+    sync_at("ds_full", 0, PLAN)
     dq = _piece_of_dq(shared, 0)
     other = _piece_of_dq(shared, 1)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    wait_at("dq_empty", 0, PLAN)
+    sync_at("dq_empty", 0, PLAN)
     shared.dq.index(0).store(in_register_order(dq))
     other = warpgroup_mma_wait(0, deps=[other])
     shared.dq.index(2).store(in_register_order(other))
@@ -132,17 +132,17 @@ def _step_of_dv(dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLA
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     """One query tile: `dp = v dout^T - delta`; `ds = p dp`, which both consumers read; `dk += ds q`; the rest of dq."""
     Q_TILE: gl.constexpr = PLAN.q_tile
-    SCORES: gl.constexpr = layout_of(Q_TILE)
+    SCORES: gl.constexpr = product_layout(Q_TILE)
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     FIRST: gl.constexpr = PIECES - PIECES // 2
     dout_place = step % PLAN.dout_stages
     wait_for(shared, "dout_full", step, PLAN.dout_stages)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    dout = place_of(shared.dout, dout_place + opaque_zero())
-    dp = product_of_heads(place_of(shared.v, opaque_zero()), dout, zero, F.value_dim)
-    minus_delta = numbers_of("delta", shared.rows, dout_place, PLAN)
-    wait_at("weights_full", 0, PLAN)
-    p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_order())), SCORES)
+    dout = stage_of(shared.dout, dout_place + opaque_zero())
+    dp = product_of_heads(stage_of(shared.v, opaque_zero()), dout, zero, F.value_dim)
+    minus_delta = load_query_values("delta", shared.rows, dout_place, PLAN)
+    sync_at("weights_full", 0, PLAN)
+    p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_layout())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
     arrive_at("dout_empty", dout_place, PLAN)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
@@ -155,14 +155,14 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     other = dq
     if PIECES // 2 > 1:
         other = _piece_of_dq(shared, FIRST + 1)
-    dk = with_product(dk, ds, place_of(shared.q, place), F.head_dim)
+    dk = add_product(dk, ds, stage_of(shared.q, place), F.head_dim)
     if PIECES // 2 > 1:
         dq, other = warpgroup_mma_wait(accumulators(F.head_dim), deps=[dq, other])
     else:
         dq = warpgroup_mma_wait(accumulators(F.head_dim), deps=[dq])
     arrive_at("weights_empty", 0, PLAN)
     hand_over(dq, shared, step, 1, PLAN)
-    dk = finished(dk)
+    dk = wait_for_sums(dk)
     arrive_at("q_empty", place, PLAN)
     if PIECES // 2 > 1:
         hand_over(other, shared, step, 1, PLAN)
@@ -178,15 +178,15 @@ def _ds_place(shared):
 @gluon.jit
 def _piece_of_dq(shared, NUMBER: gl.constexpr):
     """Begins the product `ds^T k` for piece `NUMBER` of dq, the 64 dimensions from `64 * NUMBER` on."""
-    zero = gl.zeros([64, 64], gl.float32, layout_of(64))
+    zero = gl.zeros([64, 64], gl.float32, product_layout(64))
     ds = _ds_place(shared).permute((1, 0))
     return warpgroup_mma(
-        ds, dims_of(place_of(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
+        ds, dims_of(stage_of(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
     )
 
 
 @gluon.constexpr_function
-def register_order():
+def register_layout():
     """The register layout in which threads hold the results of `in_register_order`."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],

@@ -9,7 +9,7 @@ consumer reads positions after it has freed the place of the keys, and is done w
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .head_tiles import layout_of
+from .head_tiles import product_layout
 
 
 @gluon.jit
@@ -32,7 +32,7 @@ def of_queries(queries, P, batch, row, F: gl.constexpr):
 
 
 @gluon.jit
-def loaded_of_keys(P, batch, tile, origin, F: gl.constexpr, KV_TILE: gl.constexpr):
+def load_key_offsets(P, batch, tile, origin, F: gl.constexpr, KV_TILE: gl.constexpr):
     """Called by the producer: loads the positions of a tile's keys minus `origin`; 0 if the call has no ALiBi."""
     if F.distances:
         column = tile * KV_TILE + gl.arange(0, KV_TILE, gl.BlockedLayout([KV_TILE // 32], [32], [1], [0]))
@@ -44,7 +44,7 @@ def loaded_of_keys(P, batch, tile, origin, F: gl.constexpr, KV_TILE: gl.constexp
 
 
 @gluon.jit
-def place_of_positions(shared, number, PLAN: gl.constexpr):
+def offsets_stage(shared, number, PLAN: gl.constexpr):
     """The place in shared memory for the positions of key tile number `number` (from 0) of a program."""
     return shared.positions.index(number % (2 * PLAN.stages))
 
@@ -53,6 +53,6 @@ def place_of_positions(shared, number, PLAN: gl.constexpr):
 def of_keys(shared, taken, F: gl.constexpr, PLAN: gl.constexpr):
     """Called by a consumer: a row, the positions of the keys of tile `taken` minus the origin; 0 without ALiBi."""
     if F.distances:
-        return place_of_positions(shared, taken, PLAN).load(gl.SliceLayout(0, layout_of(PLAN.kv_tile)))[None, :]
+        return offsets_stage(shared, taken, PLAN).load(gl.SliceLayout(0, product_layout(PLAN.kv_tile)))[None, :]
     else:
         return 0
