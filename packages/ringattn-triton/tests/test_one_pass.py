@@ -96,7 +96,7 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(
     block = make_block(1, 400, 400, heads=3, kv_heads=3, dim=64, dtype=HALF, causal=True)
     monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
@@ -108,7 +108,7 @@ def test_turns_that_skip_tiles_here_and_there_give_the_same_bits(upwards: int, m
     block = make_block(1, 640, 640, heads=2, kv_heads=2, dim=64, dtype=HALF, mask=mask_in_tiles(640, 128))
     monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
-    monkeypatch.setattr(one_pass, "PROGRAMS", 1)
+    monkeypatch.setattr(plans, "PROGRAMS", 1)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
@@ -122,7 +122,7 @@ def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_th
     monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: 0)
     usual = computed(block)
     monkeypatch.setattr(turn_order, "_abreast", lambda *_: 4)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
@@ -192,8 +192,8 @@ def test_turns_of_chosen_blocks_hardly_wait_for_each_other() -> None:
     constants = kernel_inputs.of_block(block).constants
     plan = plans.backward(constants)
     assert plan is not None
-    plan, turns, side_by_side = turn_order.arranged(plan, block, constants)
-    found = visited_tiles.table(block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=True)
+    plan, turns_at_once, of = turn_order.arranged(plan, block, constants)
+    found = visited_tiles.table(block, plan.q_tile, plan.kv_tile, True, turns_at_once, of, ranked=True)
     assert plan.ordered and found.shape.heads_at_once == heads
     count = heads * found.shape.rows
     _, taken, visits = interpret(
@@ -224,7 +224,7 @@ def test_interleaved_turns_give_the_same_bits(places: int, monkeypatch: pytest.M
     monkeypatch.setattr(turn_order, "_heads_interleaved", lambda *_: 0)
     usual = computed(block)
     monkeypatch.setattr(turn_order, "_heads_interleaved", lambda *_: 1)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))

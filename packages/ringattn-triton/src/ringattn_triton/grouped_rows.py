@@ -8,6 +8,7 @@ costs little beside the tiles that are skipped.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 import jax
@@ -63,24 +64,26 @@ def numbers_of_heads(x: Float32[Array, "B K rows"], group: int) -> Float32[Array
 
 
 def partial_of_rows(partial: Partial | None, group: int) -> Partial | None:
-    if partial is None:
-        return None
-    out, largest = partial.out, partial.max_logits
-    return Partial(
-        out if out is None else rows(out, group),
-        numbers_of_rows(partial.lse, group),
-        largest if largest is None else numbers_of_rows(largest, group),
-    )
+    return None if partial is None else _map(partial, rows, numbers_of_rows, group)
 
 
 def partial_of_heads(partial: Partial, group: int) -> Partial:
     """The inverse of `partial_of_rows`."""
-    assert partial.out is not None
-    largest = partial.max_logits
+    return _map(partial, heads, numbers_of_heads, group)
+
+
+def _map(
+    partial: Partial,
+    of_vectors: Callable[[jax.Array, int], jax.Array],
+    of_numbers: Callable[[jax.Array, int], jax.Array],
+    group: int,
+) -> Partial:
+    """Applies `of_vectors` to the output of `partial`, and `of_numbers` to its other arrays."""
+    out, largest = partial.out, partial.max_logits
     return Partial(
-        heads(partial.out, group),
-        numbers_of_heads(partial.lse, group),
-        largest if largest is None else numbers_of_heads(largest, group),
+        None if out is None else of_vectors(out, group),
+        of_numbers(partial.lse, group),
+        None if largest is None else of_numbers(largest, group),
     )
 
 
@@ -88,7 +91,7 @@ def gradients_of_heads(gradients: Gradients, group: int) -> Gradients:
     return dataclasses.replace(gradients, dq=heads(gradients.dq, group))
 
 
-def of_queries(block: Block) -> tuple[Block, int]:
+def query_of_each_row(block: Block) -> tuple[Block, int]:
     """The block with one query for each row of `bits`, for lists of tiles; and how many rows of `block` share one."""
     share = 1 if block.bits is None else block.q_length // block.bits.shape[2]
     if share > 1:

@@ -119,7 +119,7 @@ class BlockConstants:
     @property
     def positions(self) -> bool:
         """Whether kernels read the positions of keys."""
-        return self.below or self.above or self.distances
+        return self.below or self.above or self.slopes
 
     @property
     def ranges_by_head(self) -> bool:
@@ -132,16 +132,6 @@ class BlockConstants:
         return any((self.below, self.above, self.segments, self.padded, self.masks))
 
     @property
-    def regular_grain(self) -> bool:
-        """Whether the bits of 16 keys, from a multiple of 16 on, lie in one word, or are one bit."""
-        return self.grain % 16 == 0 or 16 % self.grain == 0
-
-    @property
-    def distances(self) -> bool:
-        """Whether scores depend on the distance between query and key, which is so with ALiBi."""
-        return self.slopes
-
-    @property
     def options(self) -> str:
         """The options of the call that change scores or weights, as a list for errors: "a bias, ALiBi and dropout"."""
         named = {"a soft cap": self.capped, "a bias": self.bias, "ALiBi": self.slopes, "dropout": self.dropout}
@@ -149,14 +139,14 @@ class BlockConstants:
         return f"{', '.join(others)} and {last}" if others else last
 
     @property
+    def only_masks(self) -> bool:
+        """Whether scores are products of q and k, times a positive number, and nothing but masks changes weights."""
+        return self.plain and not (self.capped or self.dropout)
+
+    @property
     def by_head(self) -> bool:
         """Whether kernels read something for each head besides a bias: an ALiBi slope, a dropout key or a mask."""
         return self.slopes or self.dropout or self.masks
-
-    @property
-    def per_head_gradient(self) -> bool:
-        """Whether a parameter of each head has a gradient, which is so for ALiBi slopes."""
-        return self.slopes
 
     @property
     def without_masks(self) -> "BlockConstants":
@@ -252,6 +242,8 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         "mask_of_head": None if words is None else block.bits_of_head,
         "dropout_keys": dropout.keys(block) if rule.dropout_prob else None,
     }
+    # Keys and values are two arrays (on one device), or one: all keys before all values, or each token's key and value
+    # side by side (`ringattn_core.contract.packing`).
     if isinstance(block.kv, tuple) or block.kv.ndim == 5:
         v_start = 0 if isinstance(block.kv, tuple) else batch * kv_length * kv_heads * value_dim
     else:

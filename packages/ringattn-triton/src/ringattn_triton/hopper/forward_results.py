@@ -5,34 +5,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..kernels.scores import LOG2_E, final_rows
-from ..kernels.scores import continued_rows as continued
+from ..kernels.scores import LOG2_E, continued_rows, final_rows
 from .forward_transfers import read
 from .hardware_barriers import arrive_at
-from .head_tiles import dims_of, in_two_pieces, product_layout, row_layout
-from .plans import CONSUMER_ROWS
-from .sums import accumulators, as_column, first_of, width_of
+from .head_tiles import dims_of, in_two_pieces, tile_offsets
+from .layouts import CONSUMER_ROWS, product_layout, row_layout, store_layout
+from .sums import accumulator, accumulators, as_column
 
 MOST: gl.constexpr = gl.constexpr(2.0**99)
-"""More than the weights of all keys of a row, relative to half of the soft cap, can add up to."""
+"""More than the weights of all keys of a row can add up to, relative to half of the soft cap: each is at most 2^36.5
+(half of the largest cap, `forward._BOUND`), so 2^31 keys add up to less than 2^68."""
 
 
 @gluon.jit
 def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The `tops` of `forward_softmax.score_tile` for rows that have seen no key; all their maxima in `tops[0]` are
-    `TOP`."""
+    """The `tops` of `Scores` for rows that have seen no key; all their maxima in `tops[0]` are `TOP`."""
     OF_ROWS: gl.constexpr = row_layout(PLAN.kv_tile)
     top = gl.full([CONSUMER_ROWS], TOP, gl.float32, OF_ROWS)
-    if F.max_logits:
-        return top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)
-    else:
-        return (top,)
+    return (top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)) if F.max_logits else (top,)
 
 
 @gluon.jit
-def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr):
-    """The `tops` of `forward_softmax.score_tile` and the row sums with which a turn begins: those of the partial result
-    `BEFORE`.
+def load_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr):
+    """The `tops` of `Scores` and the row sums with which a turn begins: those of the partial result `BEFORE`.
 
     Unless `PLAN.from_lse`, they are those of rows that have seen no key. If `PLAN.bounded`, half of the soft cap
     replaces all maxima. Sinks may be so far from it that their weight relative to it is no float32: it becomes 0 or
@@ -52,7 +47,7 @@ def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constex
             total = gl.exp2(before * LOG2_E - top)
             total = gl.where(total > MOST, MOST, total)  # a minimum would hide NaN
         else:
-            top, total = continued(before)
+            top, total = continued_rows(before)
         if F.max_logits:
             return (top, gl.load(BEFORE[2] + at, mask=rows < F.q_length, other=-float("inf")) * LOG2_E), total
         else:
@@ -60,21 +55,38 @@ def continued_rows(BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
-def write_results(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
-    """Writes the results of consumer `NUMBER` for turn `number` of this program to `AFTER`.
+def load_sums(OUT, start, batch, head, F: gl.constexpr):
+    """Loads the partial outputs of 64 queries, from query `start` on, as accumulators (`sums`)."""
+    sums = ()
+    for number in gl.static_range(accumulators(F.value_dim)):
+        at, within = _offsets(start, batch, head, number, product_layout(accumulator(F.value_dim, number)[1]), F)
+        sums += (gl.load(OUT + at, mask=within, other=0.0),)
+    return sums
 
-    If results are `PLAN.results_by_tma`, the outputs go where the turn's queries were in shared memory, and the
-    producer writes them to global memory. The turn's numbers are read from shared memory again, to occupy no registers
-    during the turn.
+
+@gluon.jit
+def _offsets(start, batch, head, NUMBER: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """The `tile_offsets` of accumulator `NUMBER` of 64 queries' outputs."""
+    FIRST: gl.constexpr = accumulator(F.value_dim, NUMBER)[0]
+    WIDTH: gl.constexpr = accumulator(F.value_dim, NUMBER)[1]
+    return tile_offsets(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, LAYOUT)
+
+
+@gluon.jit
+def write_results(acc, tops, total, shared, turn, CONSUMER: gl.constexpr, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
+    """Writes the results of consumer `CONSUMER` for turn number `turn` of this program to `AFTER`.
+
+    If `PLAN.results_by_tma`, the outputs go where the turn's queries were in shared memory, and the producer writes
+    them to global memory. The turn's numbers are read from shared memory again, to occupy no registers during the turn.
     """
     OUT = AFTER[0]
     OF_ROWS: gl.constexpr = row_layout(PLAN.kv_tile)
-    total = gl.convert_layout(gl.sum(total, 1), OF_ROWS)  # of four parts (`forward_softmax.quad_sums`)
-    start = read(shared, "first", number % 2) + NUMBER * CONSUMER_ROWS
-    batch = read(shared, "batch", number % 2)
-    head = read(shared, "head", number % 2)
+    total = gl.convert_layout(gl.sum(total, 1), OF_ROWS)
+    start = read(shared, "first_query", turn % 2) + CONSUMER * CONSUMER_ROWS
+    batch = read(shared, "batch", turn % 2)
+    head = read(shared, "head", turn % 2)
     if not PLAN.results_by_tma:
-        arrive_at("turn_empty", number % 2, PLAN)
+        arrive_at("turn_done", turn % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     lse, factor = final_rows(tops[0], total, F)
@@ -85,74 +97,26 @@ def write_results(acc, tops, total, shared, number, NUMBER: gl.constexpr, AFTER,
     gl.store(AFTER[1] + lse_at, lse, mask=rows < F.q_length)
     if F.max_logits:
         gl.store(AFTER[2] + lse_at, tops[1] / LOG2_E, mask=rows < F.q_length)
-    for piece in gl.static_range(len(acc)):
-        out = (acc[piece] * as_column(factor, acc[piece].shape[1])).to(OUT.dtype.element_ty)
+    for number in gl.static_range(len(acc)):
+        out = (acc[number] * as_column(factor, acc[number].shape[1])).to(OUT.dtype.element_ty)
         if PLAN.results_by_tma:
-            mine = shared.q[0].index(number % 2 * PLAN.consumers + NUMBER)
-            dims_of((mine,), first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
+            own = shared.q[0].index(turn % 2 * PLAN.consumers + CONSUMER)
+            dims_of((own,), accumulator(F.value_dim, number)[0], out.shape[1]).store(out)
         else:
-            _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
+            _store(out, start, batch, head, OUT, number, F)
     if PLAN.results_by_tma:
         fence_async_shared()
-        arrive_at("turn_empty", number % 2, PLAN)
+        arrive_at("turn_done", turn % 2, PLAN)
 
 
 @gluon.jit
-def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
-    """Writes `out`, the piece of the outputs that begins at dimension `FIRST`, from registers to global memory."""
+def _store(out, start, batch, head, OUT, NUMBER: gl.constexpr, F: gl.constexpr):
+    """Writes accumulator `NUMBER` of the outputs from registers to global memory."""
     # A product leaves two neighbouring numbers in a thread, four bytes of half precision; threads can exchange numbers
     # to have sixteen. A bias leaves no shared memory for the exchange, nor do values in two pieces.
     WIDTH: gl.constexpr = out.shape[1]
-    SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not in_two_pieces(F.value_dim)
-    WRITTEN: gl.constexpr = store_layout(WIDTH) if EXCHANGED else product_layout(WIDTH)
-    out_at, within = tile_offsets(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, WRITTEN)
-    gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
-
-
-@gluon.constexpr_function
-def store_layout(DIM):
-    """The register layout of `[64, DIM]` two-byte numbers in which a thread has sixteen contiguous bytes of a row."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: DIM.bit_length() - 2],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[CONSUMER_ROWS.value, DIM],
-    )
-
-
-@gluon.jit
-def load_sums(OUT, start, batch, head, F: gl.constexpr):
-    """Loads the partial outputs of 64 queries, from query `start` on, as accumulators (`sums`)."""
-    sums = ()
-    for piece in gl.static_range(accumulators(F.value_dim)):
-        sums += (_load(OUT, start, batch, head, first_of(F.value_dim, piece), width_of(F.value_dim, piece), F),)
-    return sums
-
-
-@gluon.jit
-def _load(OUT, start, batch, head, FIRST: gl.constexpr, WIDTH: gl.constexpr, F: gl.constexpr):
-    out_at, within = tile_offsets(
-        start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, product_layout(WIDTH)
-    )
-    return gl.load(OUT + out_at, mask=within, other=0.0)
-
-
-@gluon.jit
-def tile_offsets(
-    start, batch, head, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr,
-    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The offsets of a `[64, WIDTH]` tile in an array `[B, LENGTH, HEADS, DIM]`.
-
-    The tile is 64 tokens from `start` on and `WIDTH` dimensions from `FIRST` on, of one batch row and head. The second
-    result says which offsets are inside the array.
-    """
-    rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
-    dims = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    at = (batch.to(gl.int64) * LENGTH + rows)[:, None] * (HEADS * DIM)
-    within = (rows < LENGTH)[:, None]
-    if DIM < FIRST + WIDTH:
-        within = within & (dims < DIM)[None, :]
-    return at + head * DIM + dims[None, :], within
+    HALF: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
+    EXCHANGED: gl.constexpr = HALF and WIDTH > 64 and not F.bias and not in_two_pieces(F.value_dim)
+    LAYOUT: gl.constexpr = store_layout(WIDTH) if EXCHANGED else product_layout(WIDTH)
+    at, within = _offsets(start, batch, head, NUMBER, LAYOUT, F)
+    gl.store(OUT + at, gl.convert_layout(out, LAYOUT), mask=within)

@@ -80,7 +80,7 @@ def scored(bent_product, bias, queries, keys, head, F: tl.constexpr):
         s = s * F.unbend
     if F.bias:
         s = biased(s, bias)
-    if F.distances:
+    if F.slopes:
         s = s - lost_by_distance(head, F, False) * distance(queries, keys)
     return s
 
@@ -101,7 +101,7 @@ def lost_by_distance(head, F: tl.constexpr, OVER_UNBEND: tl.constexpr):
 @triton.jit
 def with_per_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
     """Adds to `sums` each query's part of the gradient of the ALiBi slope, `-ds * distance`, if there is a slope."""
-    if F.per_head_gradient:
+    if F.slopes:
         sums -= tl.sum(ds * distance(queries, keys), 1)
     return sums
 

@@ -141,13 +141,13 @@ def in_registers(x, DIM: tl.constexpr):
 
 
 @triton.jit
-def vectors(pointers, tokens, dims, F_LENGTH, SIZE, TOKENS: tl.constexpr, DIMS: tl.constexpr):
-    """Loads a tile of vectors; zeros from token `F_LENGTH` on if `TOKENS`, and from dimension `SIZE` on if `DIMS`."""
-    if TOKENS and DIMS:
-        return tl.load(pointers, mask=(tokens < F_LENGTH) & (dims < SIZE), other=0.0)
-    elif TOKENS:
-        return tl.load(pointers, mask=tokens < F_LENGTH, other=0.0)
-    elif DIMS:
+def vectors(pointers, tokens, dims, LENGTH, SIZE, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
+    """Loads a tile of vectors; zeros from token `LENGTH` on if `MASK_TOKENS`, and from `SIZE` on if `MASK_DIMS`."""
+    if MASK_TOKENS and MASK_DIMS:
+        return tl.load(pointers, mask=(tokens < LENGTH) & (dims < SIZE), other=0.0)
+    elif MASK_TOKENS:
+        return tl.load(pointers, mask=tokens < LENGTH, other=0.0)
+    elif MASK_DIMS:
         return tl.load(pointers, mask=dims < SIZE, other=0.0)
     else:
         return tl.load(pointers)

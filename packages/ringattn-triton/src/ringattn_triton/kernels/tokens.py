@@ -105,7 +105,7 @@ def of_rows(P, batch, head, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr,
     if F.above:
         at = _of_head(batch, head, F.q_last_batch, F.q_last_head) + row
         high = as_queries(tl.load(P.q_last + at), BY_KEYS)
-    if F.distances:
+    if F.slopes:
         position = as_queries(tl.load(P.q_positions + (batch * F.q_positions_batch + row)), BY_KEYS)
     if F.dropout:
         index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)

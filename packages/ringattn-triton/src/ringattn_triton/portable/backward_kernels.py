@@ -178,7 +178,7 @@ def backward_queries(
         tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
     else:
         tl.store(DQ + q_at, dq)
-    if F.per_head_gradient:
+    if F.slopes:
         tl.store(DHEADS + row_at, dhead, mask=line < F.q_length)
 
 

@@ -172,8 +172,7 @@ def _backward_queries_by_device(constants: BlockConstants, itemsize: int, dim: i
             return Schedule(128, 64, 8, 3)
         if dim <= 64:
             short = constants.below or constants.segments or constants.masks
-            light = constants.plain and not (constants.capped or constants.dropout)
-            return Schedule(128, 64, 4, 3) if light and not short else Schedule(64, 64, 4, 3)
+            return Schedule(128, 64, 4, 3) if constants.only_masks and not short else Schedule(64, 64, 4, 3)
         return Schedule(64, 64, 4, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
 
@@ -212,7 +211,7 @@ def _operand_fits_registers(constants: BlockConstants, itemsize: int, target: Ta
 
 def _keys_fit_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
     """Whether the kernel of dk and dv can keep k in registers beside documents: only with few other options."""
-    light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
+    light = constants.only_masks and not constants.masks
     wide = constants.largest_dim > 64
     return light and wide and _operand_fits_registers(constants, itemsize, target)
 
