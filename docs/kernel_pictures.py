@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import jax
 from ringattn_triton.hopper.backward import TARGET
-from ringattn_triton.hopper.backward_memory import allocated
+from ringattn_triton.hopper.backward_memory import allocate
 from ringattn_triton.hopper.plans import BACKWARD
 from ringattn_triton.interpreter.programs import interpreted
 from triton.experimental.gluon import language as gl
@@ -67,7 +67,7 @@ class Work(NamedTuple):
 
 
 ROWS: Final = (
-    "fetching warp", "consumer 0, products", "threads", "consumer 1, products", "threads", "writer 0", "writer 1",
+    "producer", "consumer 0, products", "threads", "consumer 1, products", "threads", "writer 0", "writer 1",
 )  # fmt: skip
 CONSUMERS, WRITERS = (1, 3), (5, 6)
 
@@ -85,7 +85,7 @@ def pipeline_work(steps: int) -> list[Work]:
         found.append(Work(row, words, step, begun, begun + length))
 
     for step in range(steps):
-        # There are two places for q and for dout, so both consumers must have read what came two steps ago.
+        # There are two stages for q and for dout, so both consumers must have read what came two steps ago.
         q, dout, length = ("q, k", "dout, v", 8) if step == 0 else ("q", "dout", 5)
         work(0, q, step, length, ("dK", step - 2))
         work(0, dout, step, length, ("dQ", step - 2))
@@ -191,22 +191,22 @@ def order() -> str:
     return canvas.svg()
 
 
-def places(bias: bool = False) -> list[tuple[str, int, int]]:
-    """Each array in shared memory of a program with heads of 128: its name, number of places and bytes of a place."""
+def stages(bias: bool = False) -> list[tuple[str, int, int]]:
+    """Each array in shared memory of a program with heads of 128: its name, number of stages and bytes of a stage."""
     subtracting = not bias  # as in a causal call in bfloat16
     plan = dataclasses.replace(
-        BACKWARD[128], masked=True, ordered=True, of_queries=("position",), subtracting=subtracting
+        BACKWARD[128], masked=True, ordered=True, query_kinds=("offset",), subtracting=subtracting
     )
     sizes = SimpleNamespace(head_dim=128, value_dim=128, bias=bias)
-    allocate: Any = allocated  # typed as a decorator
-    memory = interpreted(allocate)(gl.bfloat16, sizes, plan)
+    untyped: Any = allocate  # typed as a decorator
+    memory = interpreted(untyped)(gl.bfloat16, sizes, plan)
     assert memory.dout is memory.q and memory.v is memory.k, "these share an allocation"
     found = []
-    small = ("rows", "numbers", "q_full", "barriers")
-    for name in ("k", "q", "ds", "dq", "bias" if bias else "parts", *small):
+    small = ("per_query", "numbers", "q_full", "barriers")
+    for name in ("k", "q", "ds", "dq", "bias" if bias else "split", *small):
         (array,) = array if isinstance(array := getattr(memory, name), tuple) else (array,)
-        of_place = math.prod(array.shape[1:]) * array.dtype.primitive_bitwidth // 8
-        found.append((name, array.shape[0], of_place))
+        of_stage = math.prod(array.shape[1:]) * array.dtype.primitive_bitwidth // 8
+        found.append((name, array.shape[0], of_stage))
     (_, _, of_k), (_, _, of_q), *others = found
     split = ("k", plan.v_first, of_k), ("v", 1, of_k), ("q", plan.dout_first, of_q), ("dout", plan.dout_stages, of_q)
     assert sum(count for _, count, _ in split) == found[0][1] + found[1][1]
@@ -214,7 +214,7 @@ def places(bias: bool = False) -> list[tuple[str, int, int]]:
 
 
 def memory() -> str:
-    """The places of a program's shared memory, in KiB, and who fills and reads them."""
+    """The stages of a program's shared memory, in KiB, and who fills and reads them."""
     left, top, height = 16, 42, 54
     limit = TARGET.shared_memory
     assert limit is not None
@@ -235,7 +235,7 @@ def memory() -> str:
             canvas.text((x + to) / 2, y + 14 + 13 * number, words, 9, "middle")
 
     colours, readers = {"ds": COLOURS[1], "dq": COLOURS[2]}, {"ds": "consumers", "dq": "writers"}
-    for name, count, size in places():
+    for name, count, size in stages():
         if size < 4096:
             small += count * size
             continue
@@ -244,7 +244,7 @@ def memory() -> str:
             box(size, colours.get(name, COLOURS[0]), f"{name} {number}" if count > 1 else name, f"{size // 1024}")
             at += size
         if name == "dout":
-            bracket(0, at, "from the fetching warp to consumers", "k and v for a turn, q and dout for a step")
+            bracket(0, at, "from the producer to consumers", "k and v for a turn, q and dout for a step")
         elif name in readers:
             bracket(begun, at, "from consumers", f"to {readers[name]}")
     words = f"lse, delta, positions, barriers: {small / 1024:.1f}"
@@ -254,7 +254,7 @@ def memory() -> str:
     words = f"shared memory of a program with heads of 128: {at / 1024:.1f} of {limit // 1024} KiB"
     canvas.text(left, 16, words, bold=True)
     box(limit - at, PALE, "free", f"{(limit - at) / 1024:.1f}")
-    with_bias = places(bias=True)
+    with_bias = stages(bias=True)
     (of_bias,) = [count * size for name, count, size in with_bias if name == "bias"]
     less = at + of_bias - sum(count * size for _, count, size in with_bias)
     bracket(at, limit, f"a bias takes {of_bias // 1024},", f"lse then {less // 1024} less")

@@ -115,16 +115,16 @@ def list_visits(
     turns = Turns(BOUNDS, BOUNDS, RANKS, COUNTERS, COUNT, 0)
     for number in range(COUNT):
         turn = take_turn(turns, T, PLAN)
-        row, head, _ = owned(turn, T, 1)
-        steps = steps_of(turn, row, 0, 0, turns, T, PLAN)
+        key_tile, head, _ = owned(turn, T, 1)
+        steps = steps_of(turn, (key_tile, 0, 0), turns, T, PLAN)
         for step in range(T.columns):
             at = VISITS + (number * T.columns + step) * 4
             gl.store(at, head)
-            gl.store(at + 1, row)
-            if step < steps.before + steps.whole + steps.after:
+            gl.store(at + 1, key_tile)
+            if step < steps.masked_before + steps.whole + steps.masked_after:
                 tile = tile_at(steps, step, T, PLAN)
                 gl.store(at + 2, tile)
-                gl.store(at + 3, rank_of(tile, turn, row, 0, 0, turns, T, PLAN))
+                gl.store(at + 3, rank_of(tile, turn, (key_tile, 0, 0), turns, T, PLAN))
             else:
                 gl.store(at + 2, -1)
                 gl.store(at + 3, -1)

@@ -17,7 +17,7 @@ from ringattn_testing.triton.compile_reports import Report, for_amd, launches, o
 from ringattn_testing.triton.given_blocks import SEEDS, SLOPES, bias, dense_mask, half_bias, ids, make_block, ranges
 from ringattn_triton import block_kernel
 from ringattn_triton.block_kernel import KERNEL
-from ringattn_triton.hopper import family
+from ringattn_triton.hopper import forward
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.launch.target import Target
 from ringattn_triton.visited_tiles import of_bitmap
@@ -135,7 +135,7 @@ def for_hopper(block, fresh, monkeypatch):
 
     If `fresh` is "sinks", the ring of one has sinks.
     """
-    monkeypatch.setattr(family, "_too_little", lambda *_: False)
+    monkeypatch.setattr(forward, "_too_little", lambda *_: False)
     jax.clear_caches()  # what another test traced has another kernel
     batch, length, heads, dim = block.q.shape
     lse = shape(batch, heads, length, dtype=jnp.float32)
@@ -213,9 +213,9 @@ def test_documents_as_ranges_have_the_plans_of_documents_as_segment_ids(dim, fus
         with compiling_for(90):
             calls = [call for call, _ in launches(traced(given).jaxpr.jaxpr)]
         plans.append([(call.name, call.grid, call.warps, call.stages) for call in calls])
-        for call in calls:  # the arrays that a kernel reads are in `F`, and in `of_queries` of a plan
+        for call in calls:  # the arrays that a kernel reads are in `F`, and in `query_kinds` of a plan
             for name, value in call.constants:
-                value = dataclasses.replace(value, of_queries=()) if hasattr(value, "of_queries") else value
+                value = dataclasses.replace(value, query_kinds=()) if hasattr(value, "query_kinds") else value
                 plans[-1] += [] if name == "F" else [(name, value)]
     assert plans[0] == plans[1]
 

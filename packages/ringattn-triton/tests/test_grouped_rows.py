@@ -83,6 +83,6 @@ def test_the_kernels_for_hopper_take_rows_of_groups(size: int, monkeypatch: pyte
 
 def test_a_tile_of_rows_visits_what_its_few_queries_chose() -> None:
     block = groups_of_8(64, 2048, 2, 128, dim=16, causal=False)
-    few, share = grouped_rows.of_queries(grouped_rows.as_rows(block))
+    few, share = grouped_rows.query_of_each_row(grouped_rows.as_rows(block))
     assert share == 8 and few.q_length == 64
     assert few.bits is not None and block.bits is not None and few.bits.shape == block.bits.shape

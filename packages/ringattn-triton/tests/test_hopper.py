@@ -30,7 +30,7 @@ from ringattn_testing.triton.given_blocks import (
     with_option,
 )
 from ringattn_triton.block_kernel import _forward
-from ringattn_triton.hopper import family, plans
+from ringattn_triton.hopper import family, forward, plans
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.launch.target import Target
 
@@ -49,7 +49,7 @@ CASES = [(option, 128) for option in OPTIONS if option not in LEFT_OUT] + [
 @pytest.fixture(autouse=True)
 def short_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be slow on a device is right all the same, and a test cannot have long blocks."""
-    monkeypatch.setattr(family, "_too_little", lambda *_: False)
+    monkeypatch.setattr(forward, "_too_little", lambda *_: False)
 
 
 def launched(program: Any) -> list[str]:
@@ -441,7 +441,7 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
 
     With 640 keys some turns have three and more tiles without a mask: those store the results of the turn before.
     """
-    monkeypatch.setattr(family, "_too_little", lambda *_: False)
+    monkeypatch.setattr(forward, "_too_little", lambda *_: False)
     monkeypatch.setattr(plans, "PROGRAMS", 1)
     block = make_block(2, q_length, kv_length, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=causal)
     got = computed(dataclasses.replace(block, final=True))
@@ -454,6 +454,6 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
 @pytest.mark.parametrize(("q_length", "kv_length"), [(256, 256), (197, 333)])
 def test_short_rows_that_see_all_keys_run_in_tiles_of_128_queries(q_length: int, kv_length: int) -> None:
     block = make_block(1, q_length, kv_length, heads=1, kv_heads=1, dim=64, dtype=HALF)
-    assert plans.forward(family.kernel_inputs.of_block(block).constants) == plans._SHORT
+    assert plans.forward(forward.kernel_inputs.of_block(block).constants) == plans._SHORT
     check(block, "continued", check(block, "alone"))
     check(dataclasses.replace(block, final=True), "final")

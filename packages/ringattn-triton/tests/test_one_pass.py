@@ -97,7 +97,7 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(
     block = make_block(1, 400, 400, heads=3, kv_heads=3, dim=64, dtype=HALF, causal=True)
     monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
@@ -109,7 +109,7 @@ def test_turns_that_skip_tiles_here_and_there_give_the_same_bits(upwards: int, m
     block = make_block(1, 640, 640, heads=2, kv_heads=2, dim=64, dtype=HALF, mask=mask_in_tiles(640, 128))
     monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: upwards)
     usual = computed(block)
-    monkeypatch.setattr(one_pass, "PROGRAMS", 1)
+    monkeypatch.setattr(plans, "PROGRAMS", 1)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
@@ -123,7 +123,7 @@ def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_th
     monkeypatch.setattr(turn_order, "_heads_upwards", lambda *_: 0)
     usual = computed(block)
     monkeypatch.setattr(turn_order, "_abreast", lambda *_: 4)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
@@ -131,7 +131,7 @@ def test_turns_that_begin_together_give_the_same_bits_even_where_nobody_takes_th
 
 def turns_given_out(alone: bool, rows: int = 6, together: int = 1, heads: int = 1, **plan: Any) -> np.ndarray:
     """How many turns were taken when each turn was given out."""
-    shape = TableShape(listed=False, run=True, rows=rows, columns=1, grouped=False, together=together)
+    shape = TableShape(listed=False, run=True, rows=rows, columns=1, grouped=False, heads_at_once=together)
     count = rows * heads
     outputs = [((size,), np.int32) for size in (1, count, count)]
     _, turns, seen = interpret(
@@ -193,9 +193,9 @@ def test_turns_of_chosen_blocks_hardly_wait_for_each_other() -> None:
     constants = kernel_inputs.of_block(block).constants
     plan = plans.backward(constants)
     assert plan is not None
-    plan, turns, side_by_side = turn_order.arranged(plan, block, constants)
-    found = visited_tiles.table(block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=True)
-    assert plan.ordered and found.shape.together == heads
+    plan, turns_at_once, of = turn_order.arranged(plan, block, constants)
+    found = visited_tiles.table(block, plan.q_tile, plan.kv_tile, True, turns_at_once, of, ranked=True)
+    assert plan.ordered and found.shape.heads_at_once == heads
     count = heads * found.shape.rows
     _, taken, visits = interpret(
         tiles_visited, [found.bounds, found.tiles, found.ranks, found.counters],
@@ -225,7 +225,7 @@ def test_interleaved_turns_give_the_same_bits(places: int, monkeypatch: pytest.M
     monkeypatch.setattr(turn_order, "_heads_interleaved", lambda *_: 0)
     usual = computed(block)
     monkeypatch.setattr(turn_order, "_heads_interleaved", lambda *_: 1)
-    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    monkeypatch.setattr(plans, "PROGRAMS", places)
     got = computed(block)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))

@@ -33,7 +33,7 @@ def with_bias(option: str, *shape: int, **fields: Any) -> Block:
 @pytest.fixture
 def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips of one tile of keys each, however few turns that makes; in order only where the caller wants it."""
-    monkeypatch.setattr(one_pass, "PROGRAMS", 3)
+    monkeypatch.setattr(one_pass.plans, "PROGRAMS", 3)
     monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 0)
     monkeypatch.setattr(one_pass.bias_gradient, "MOST_STRIPS", 99)
     monkeypatch.setattr(one_pass.turn_order, "enough_heads", lambda *_: False)
@@ -83,7 +83,7 @@ def test_strips_change_no_bit_of_any_gradient(monkeypatch: pytest.MonkeyPatch) -
     block = with_bias("causal", 1, 1)
     rows = prepared(block)
     whole = one_pass.backward(block, *rows, None)
-    monkeypatch.setattr(one_pass, "PROGRAMS", 8)
+    monkeypatch.setattr(one_pass.plans, "PROGRAMS", 8)
     monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 2)
     assert one_pass._strips(block, _constants(block)["T"]).rows == 2  # so the last one has fewer
     equal(one_pass.backward(block, *rows, None), whole)

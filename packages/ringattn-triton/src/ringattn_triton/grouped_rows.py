@@ -36,7 +36,7 @@ def as_rows(block: Block) -> Block:
     return dataclasses.replace(others, bits=block.bits)
 
 
-def of_queries(block: Block) -> tuple[Block, int]:
+def query_of_each_row(block: Block) -> tuple[Block, int]:
     """The block with one query for each row of `bits`, for lists of tiles; and how many rows of `block` share one."""
     share = 1 if block.bits is None else block.q_length // block.bits.shape[2]
     if share > 1:

@@ -39,8 +39,8 @@ class BlockConstants:
     of log2. `below`: a query sees no key before its position in `q_first`; `above`: none after that in `q_last`.
     `mask_numbered`: `mask_of_head` has the number of each head's mask; else `mask_heads` neighbouring heads share one.
     `grain`: the keys of a mask bit. `mask_rows`: how many neighbouring queries share a row of words. `fast`: kernels
-    may use NVIDIA's instructions. `wide`: offsets into q, k, v and out need int64; `wide_scores`: so do offsets into an
-    array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
+    may use NVIDIA's instructions. `long_offsets`: offsets into q, k, v and out need int64; `long_score_offsets`: so do
+    offsets into an array `[queries, keys]`. `max_logits`: the forward kernel returns the largest score of each row too.
     """
 
     q_length: int
@@ -56,8 +56,8 @@ class BlockConstants:
     v_token: int
     v_head: int
     v_start: int
-    wide: bool
-    wide_scores: bool
+    long_offsets: bool
+    long_score_offsets: bool
     q_first_batch: int
     q_first_head: int
     q_last_batch: int
@@ -119,7 +119,7 @@ class BlockConstants:
     @property
     def positions(self) -> bool:
         """Whether kernels read the positions of keys."""
-        return self.below or self.above or self.distances
+        return self.below or self.above or self.slopes
 
     @property
     def ranges_by_head(self) -> bool:
@@ -132,16 +132,6 @@ class BlockConstants:
         return any((self.below, self.above, self.segments, self.padded, self.masks))
 
     @property
-    def regular_grain(self) -> bool:
-        """Whether the bits of 16 keys, from a multiple of 16 on, lie in one word, or are one bit."""
-        return self.grain % 16 == 0 or 16 % self.grain == 0
-
-    @property
-    def distances(self) -> bool:
-        """Whether scores depend on the distance between query and key, which is so with ALiBi."""
-        return self.slopes
-
-    @property
     def options(self) -> str:
         """The options of the call that change scores or weights, as a list for errors: "a bias, ALiBi and dropout"."""
         named = {"a soft cap": self.capped, "a bias": self.bias, "ALiBi": self.slopes, "dropout": self.dropout}
@@ -149,14 +139,14 @@ class BlockConstants:
         return f"{', '.join(others)} and {last}" if others else last
 
     @property
+    def only_masks(self) -> bool:
+        """Whether scores are products of q and k, times a positive number, and nothing but masks changes weights."""
+        return self.plain and not (self.capped or self.dropout)
+
+    @property
     def by_head(self) -> bool:
         """Whether kernels read something for each head besides a bias: an ALiBi slope, a dropout key or a mask."""
         return self.slopes or self.dropout or self.masks
-
-    @property
-    def per_head_gradient(self) -> bool:
-        """Whether a parameter of each head has a gradient, which is so for ALiBi slopes."""
-        return self.slopes
 
     @property
     def without_masks(self) -> "BlockConstants":
@@ -252,6 +242,8 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         "mask_of_head": None if words is None else block.bits_of_head,
         "dropout_keys": dropout.keys(block) if rule.dropout_prob else None,
     }
+    # Keys and values are two arrays (on one device), or one: all keys before all values, or each token's key and value
+    # side by side (`ringattn_core.contract.packing`).
     if isinstance(block.kv, tuple) or block.kv.ndim == 5:
         v_start = 0 if isinstance(block.kv, tuple) else batch * kv_length * kv_heads * value_dim
     else:
@@ -270,9 +262,11 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         v_token=kv_heads * v.shape[-1],
         v_head=v.shape[-1],
         v_start=v_start,
-        wide=max(kv_length * kv_heads * max(k.shape[-1], v.shape[-1]), q_length * heads * max(head_dim, value_dim))
+        long_offsets=max(
+            kv_length * kv_heads * max(k.shape[-1], v.shape[-1]), q_length * heads * max(head_dim, value_dim)
+        )
         >= _INT32,
-        wide_scores=q_length * kv_length >= _INT32,
+        long_score_offsets=q_length * kv_length >= _INT32,
         q_first_batch=_stride(first, 0),
         q_first_head=_stride(first, 1),
         q_last_batch=_stride(last, 0),

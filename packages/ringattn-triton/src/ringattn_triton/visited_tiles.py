@@ -21,7 +21,7 @@ from .kernel_inputs import power_of_two
 from .kernels.visited_tiles import table as table_kernel
 from .launch import launch
 
-PROGRAMS: Final = 4096
+ENOUGH_PROGRAMS: Final = 4096
 """How many programs are enough for a launch: several for each slot of the largest GPUs, so that short programs fill the
 time until the last long one ends."""
 ELEMENTS: Final = 512
@@ -56,7 +56,8 @@ class TableShape:
 
     `grouped`: every batch row has its own table. `kv_heads`: so many key heads have their own; 1 if they share one.
     `listed`: the tiles that need a mask are listed by number. `run`: the tiles that need no mask form one run in each
-    row; otherwise they are listed too. The programs of `together` heads run side by side (`kernels.tile_loop.owned`).
+    row; otherwise they are listed too. The programs of `heads_at_once` heads run side by side
+    (`kernels.tile_loop.owned`).
     """
 
     listed: bool
@@ -64,7 +65,7 @@ class TableShape:
     rows: int
     columns: int
     grouped: bool
-    together: int
+    heads_at_once: int
     kv_heads: int = 1
 
 
@@ -73,10 +74,10 @@ class Table(NamedTuple):
 
     `bounds` has four numbers for each row, in one of three forms (`TableShape`), which `tile_loop.visit` reads:
 
-    - no list: `lo, hi, full_lo, full_hi`. A program visits the tiles `[lo, hi)`; the tiles `[full_lo, full_hi)` need no
-      mask.
-    - a list and a run: `masked, before, full_lo, full_hi`. The `masked` listed tiles need a mask; the first `before` of
-      them precede the run `[full_lo, full_hi)`, which needs none and is not listed.
+    - no list: `lo, hi, whole_lo, whole_hi`. A program visits the tiles `[lo, hi)`; the tiles `[whole_lo, whole_hi)`
+      need no mask.
+    - a list and a run: `masked, before, whole_lo, whole_hi`. The `masked` listed tiles need a mask; the first `before`
+      of them precede the run `[whole_lo, whole_hi)`, which needs none and is not listed.
     - a list only: `masked, all, 0, 0`. Of `all` listed tiles, the first `masked` need a mask.
 
     `tiles` has the list of each row, or is `None`; entries past the counts are undefined. `ranks` says, for each row
@@ -91,14 +92,27 @@ class Table(NamedTuple):
     shape: TableShape
 
 
+class Wanted(NamedTuple):
+    """What a table holds: `listed` and `run` are those of `TableShape`, the others are arguments of `table`."""
+
+    listed: bool
+    run: bool
+    ragged: bool
+    """The last column always needs a mask."""
+    ranked: bool = False
+    counters: int = 1
+    heads: int = 1
+    rows_at_once: int = 1
+
+
 def table(
-    block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
+    block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, rows_at_once: int = ENOUGH_PROGRAMS,
     heads: int | None = None, ranked: bool = False, counters: int = 1,
 ) -> Table:  # fmt: skip
     """The `Table` of the key tiles that each query tile visits, or if `by_keys` of query tiles for each key tile.
 
-    So many of the `heads` (default: the heads of one batch row) run side by side that together they have `programs`
-    programs. A tile that reaches past the last key, or if `by_keys` past the last query, always needs a mask. `ranked`:
+    So many of the `heads` (default: the heads of one batch row) run side by side that they have `rows_at_once` rows in
+    all. A tile that reaches past the last key, or if `by_keys` past the last query, always needs a mask. `ranked`:
     compute ranks; then no table is a list only. `counters`: how many counters to make.
     """
     # A list only has the tiles that need a mask before those that need none. Programs that wait for each other's ranks
@@ -110,23 +124,22 @@ def table(
     listed = block.bits is not None or block.q_segments is not None or not block.monotone
     ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
-    asked = listed, run, ragged, ranked, counters, heads, programs
+    wanted = Wanted(listed, run, ragged, ranked, counters, heads, rows_at_once)
     if listed or block.padded or any(x is not None and x.shape[1] > 1 for x in (block.first, block.last)):
-        return _of_codes([_coded(seen(block, q_tile, kv_tile), by_keys), None, None, None], None, *asked)
+        return _of_codes([_coded(seen(block, q_tile, kv_tile), by_keys), None, None, None], None, wanted)
     bounds = block.first, block.last, block.kv_positions
     lengths, strides = (block.q_length, block.kv_length), (0 if x is None or len(x) == 1 else x[0].size for x in bounds)
     ends = Ends(by_keys, q_tile, kv_tile, *lengths, block.first is not None, block.last is not None, *strides)
     masked = ends.first or ends.last
-    return _of_codes([None, *bounds[:2], block.kv_positions if masked else None], ends, *asked)
+    return _of_codes([None, *bounds[:2], block.kv_positions if masked else None], ends, wanted)
 
 
 def of_bitmap(
-    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1,
-    heads: int = 1, programs: int = 1,
-) -> Table:  # fmt: skip
-    """The `Table` of the tiles `found`; the arguments are those of `_of_codes` and of `table`."""
-    coded = [_coded(found, by_keys), None, None, None]
-    return _of_codes(coded, None, listed, run, ragged, ranked, counters, heads, programs)
+    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1
+) -> Table:
+    """The `Table` of the tiles `found`; the arguments are those of `Wanted` and of `table`."""
+    wanted = Wanted(listed, run, ragged, ranked, counters)
+    return _of_codes([_coded(found, by_keys), None, None, None], None, wanted)
 
 
 def _coded(found: Tiles, by_keys: bool) -> Int8[Array, "g k rows columns"]:
@@ -136,15 +149,12 @@ def _coded(found: Tiles, by_keys: bool) -> Int8[Array, "g k rows columns"]:
     return jnp.swapaxes(coded, 2, 3) if by_keys else coded
 
 
-def _of_codes(
-    arrays: list[Any], ends: Ends | None, listed: bool, run: bool, ragged: bool, ranked: bool, counters: int,
-    heads: int, programs: int,
-) -> Table:  # fmt: skip
+def _of_codes(arrays: list[Any], ends: Ends | None, wanted: Wanted) -> Table:
     """A `Table` in one launch, from a bitmap (`_coded`), or if `ends` is given from `first`, `last` and key positions.
 
-    `arrays` are these four. `listed` and `run` are those of `TableShape`, and the other arguments those of `table`.
-    `ragged`: the last column always needs a mask.
+    `arrays` are these four.
     """
+    listed, run, ragged, ranked, counters, heads, rows_at_once = wanted
     if ends is None:
         batch, kv_heads, rows, columns = arrays[0].shape
         arrays = [arrays[0].reshape(-1, rows, columns), *arrays[1:]]
@@ -178,7 +188,7 @@ def _of_codes(
         WHOLE=columns - ragged,
         LISTED=listed,
         RUN=run,
-        TOGETHER=lines,
+        LINES_EACH=lines,
         CHUNK=chunk,
         LINE_PROGRAMS=line_programs,
         RANK_ROWS=rank_rows,
@@ -186,17 +196,17 @@ def _of_codes(
         COUNT=counters,
         ZEROS=ELEMENTS,
     )
-    shape = TableShape(listed, run, rows, columns, batch > 1, together(rows, heads, programs), kv_heads)
+    shape = TableShape(listed, run, rows, columns, batch > 1, heads_at_once(rows, heads, rows_at_once), kv_heads)
     return Table(bounds, listing if listed else None, ranks if ranked else None, zeros, shape)
 
 
-def together(rows: int, heads: int, programs: int) -> int:
-    """How many heads run side by side: the least power of two that gives `programs` programs and divides `heads`.
+def heads_at_once(rows: int, heads: int, rows_at_once: int) -> int:
+    """How many heads run side by side: the least power of two that gives `rows_at_once` rows and divides `heads`.
 
     If no power of two does both, the largest one that divides `heads`. Each head has `rows` programs.
     """
     enough = 1
-    while enough * rows < programs and heads % (2 * enough) == 0:
+    while enough * rows < rows_at_once and heads % (2 * enough) == 0:
         enough *= 2
     return enough
 
@@ -206,7 +216,7 @@ def seen(block: Block, q_tile: int, kv_tile: int) -> Tiles:
 
     Where the bias is differentiated, key heads share tiles: the bias may be that of several heads.
     """
-    block, share = grouped_rows.of_queries(block)
+    block, share = grouped_rows.query_of_each_row(block)
     q_tile //= share
     rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
     found = tiles(block.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)

@@ -239,13 +239,13 @@ def tiles_visited(
     turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, COUNT, 0)
     for number in range(COUNT):
         turn = take_turn(turns, T, PLAN)
-        row, batch, head = owned(turn, T, HEADS)
-        steps = steps_of(turn, row, batch, head, turns, T, PLAN)
-        count = steps.before + steps.whole + steps.after
-        gl.store(TAKEN + number * 2, head)
+        owner = owned(turn, T, HEADS)
+        steps = steps_of(turn, owner, turns, T, PLAN)
+        count = steps.masked_before + steps.whole + steps.masked_after
+        gl.store(TAKEN + number * 2, owner[2])
         gl.store(TAKEN + number * 2 + 1, count)
         for step in range(count):
             tile = tile_at(steps, step, T, PLAN)
             at = VISITS + (number * T.columns + step) * 2
             gl.store(at, tile)
-            gl.store(at + 1, rank_of(tile, turn, row, batch, head, turns, T, PLAN))
+            gl.store(at + 1, rank_of(tile, turn, owner, turns, T, PLAN))

@@ -65,7 +65,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
         stages=schedule.stages,
         name="ringattn_few_queries",
         F=constants,
-        T=TableShape(listed=False, run=True, rows=rows, columns=columns, grouped=False, together=1),
+        T=TableShape(listed=False, run=True, rows=rows, columns=columns, grouped=False, heads_at_once=1),
         FROM_LSE=sinks is not None,
         SPLITS=splits,
         SORTED=block.monotone and not block.padded,

@@ -84,7 +84,8 @@ def forward(
 
 @triton.jit
 def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.constexpr):
-    """The key tiles `[lo, hi)` that a tile of queries sees, and those of them, `[full_lo, full_hi)`, that need no mask.
+    """The key tiles `[lo, hi)` that a tile of queries sees, and those of them, `[whole_lo, whole_hi)`, that need no
+    mask.
 
     Conservative, as `ringattn_core.contract.tiles.Tiles` is. `SORTED`: positions of keys do not decrease, so that the
     first and the last key of a tile tell where it lies; otherwise every tile is seen and needs a mask.
@@ -93,20 +94,20 @@ def _seen(P, batch, queries, F: tl.constexpr, KV_TILE: tl.constexpr, SORTED: tl.
     WHOLE: tl.constexpr = F.kv_length // KV_TILE
     lo = 0
     hi = TILES
-    full_lo = 0
-    full_hi = WHOLE
+    whole_lo = 0
+    whole_hi = WHOLE
     if F.padded or (F.positions and not SORTED):
-        full_hi = 0
+        whole_hi = 0
     elif F.below or F.above:
         positions = P.kv_positions + batch * F.kv_positions_batch
         if F.below:
             lo = _tiles_before(positions, tl.min(queries.low), F.kv_length, KV_TILE, KV_TILE - 1, False)
-            full_lo = _tiles_before(positions, tl.max(queries.low), F.kv_length, KV_TILE, 0, False)
+            whole_lo = _tiles_before(positions, tl.max(queries.low), F.kv_length, KV_TILE, 0, False)
         if F.above:
             hi = _tiles_before(positions, tl.max(queries.high), F.kv_length, KV_TILE, 0, True)
-            full_hi = _tiles_before(positions, tl.min(queries.high), F.kv_length, KV_TILE, KV_TILE - 1, True)
-            full_hi = tl.minimum(full_hi, WHOLE)
-    return lo, hi, full_lo, full_hi
+            whole_hi = _tiles_before(positions, tl.min(queries.high), F.kv_length, KV_TILE, KV_TILE - 1, True)
+            whole_hi = tl.minimum(whole_hi, WHOLE)
+    return lo, hi, whole_lo, whole_hi
 
 
 @triton.jit
@@ -146,13 +147,13 @@ def _before(
 @triton.jit
 def _part(seen, split, SPLITS: tl.constexpr):
     """The `Visit` of part number `split` of the tiles that `_seen` returns."""
-    lo, hi, full_lo, full_hi = seen
+    lo, hi, whole_lo, whole_hi = seen
     count = tl.maximum(hi - lo, 0)
     start = lo + count * split // SPLITS
     end = lo + count * (split + 1) // SPLITS
-    full_from = tl.minimum(tl.maximum(full_lo, start), end)
-    full_to = tl.minimum(tl.maximum(full_hi, full_from), end)
-    return Visit(full_from - start + end - full_to, full_from, full_to, start, full_from - start, full_to, 0)
+    whole_from = tl.minimum(tl.maximum(whole_lo, start), end)
+    whole_to = tl.minimum(tl.maximum(whole_hi, whole_from), end)
+    return Visit(whole_from - start + end - whole_to, whole_from, whole_to, start, whole_from - start, whole_to, 0)
 
 
 @triton.jit

@@ -17,14 +17,13 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from ..launch.target import Target
 from ..portable import bias_gradient
-from . import bias_tiles, plans, turn_order
-from .plans import PROGRAMS, BackwardPlan
+from . import plans, turn_order
+from .plans import BackwardPlan
 
 TARGET: Final = Target("cuda", 90)
 """The only device for which the kernels of this family are made."""
 _TURNS_IN_STRIP: Final = 4
 """How many turns (key tiles) each program takes in a launch for a strip, if every query head has its own key head."""
-_REGISTERS_AT_START: Final = 168
 
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
@@ -36,14 +35,15 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.bias and constants.padded_head_dim != 128:
         return "the one-pass backward kernel takes a bias only with heads of 72 to 128"
-    if constants.bias and (reason := bias_tiles.why_not(block, constants, "one-pass backward")):
+    if constants.bias and (reason := plans.why_not_bias(block, constants, "one-pass backward")):
         return reason
     # In float16 `narrowed` multiplies ds by the scale, so its sum is not dbias.
     if constants.bias and block.q.dtype == jnp.float16 and not block.bias_fixed:
         return "the one-pass backward kernel has no gradient of a bias in float16"
-    if constants.capped and constants.distances:
+    if constants.capped and constants.slopes:
         return f"the one-pass backward kernel does not combine {constants.options}"
-    if constants.masks and not constants.regular_grain:
+    if constants.masks and constants.grain % 16 and 16 % constants.grain:
+        # The bits of 16 keys, from a multiple of 16 on, must lie in one word, or be one bit.
         return f"the one-pass backward kernel takes no chosen blocks of {constants.grain} keys"
     if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
@@ -62,42 +62,30 @@ def backward(
 ) -> Gradients:
     """The gradients of a block that the kernel takes. The dq that it returns includes `dq` (`None`: zero).
 
-    Every run gives the same bits unless `rule.fused_backward` is set; see `turn_order.arranged`.
+    Every run gives the same bits unless `rule.fused_backward` is set; see `turn_order.arranged`. `target` can only be
+    `TARGET`.
     """
     from .dq_order import finish_dq
 
     inputs = kernel_inputs.of_block(block, fast=True)
     constants = inputs.constants
     batch, length, heads, dim = block.q.shape
-    plan = plans.backward(constants)
-    assert plan is not None
-    bias = None if block.bias_fixed else block.bias
-    plan, turns, side_by_side = turn_order.arranged(plan, block, constants)
-    q_tiles = -(-length // plan.q_tile)
-    count = 1 + (batch * heads * q_tiles if plan.ordered else 0)
+    plan, turns_at_once, heads_to_choose = _plan(block, constants)
+    q_tiles, squares = -(-length // plan.q_tile), plan.squares(dim)
     table = visited_tiles.table(
-        block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=plan.ordered, counters=count
-    )
-    masked = constants.masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    kinds = {"distance": constants.distances, "first": constants.below, "last": constants.above}
-    of_queries = tuple(kind for kind, needed in (kinds | {"segment": constants.segments}).items() if needed)
-    # Only where lse and delta are subtracted from the products themselves: not with a bias, ALiBi, a soft cap or
-    # dropout. lse is divided by `unbend`, and float16 does not hold the quotient. Wide heads are bound by the cache.
-    of_products = constants.plain and not (constants.capped or constants.dropout) and 1e-30 < constants.unbend < 1e30
-    subtracting = of_products and not plan.wide and block.q.dtype == jnp.bfloat16
-    stored = block.final and not plan.wide
-    plan = dataclasses.replace(plan, masked=masked, of_queries=of_queries, subtracting=subtracting, stored=stored)
+        block, plan.q_tile, plan.kv_tile, by_keys=True, rows_at_once=turns_at_once, heads=heads_to_choose,
+        ranked=plan.ordered, counters=1 + (batch * heads * q_tiles if plan.ordered else 0),
+    )  # fmt: skip
     counters = table.counters
-    pieces = plan.pieces(dim)
     # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
-    zeros = None if plan.ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
+    zeros = None if plan.ordered else jnp.zeros((batch * heads * q_tiles * squares * plans.SQUARE.value,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, constants, plan), table.ranks,
+        *_values_of_queries(block, lse, delta, constants, plan), table.ranks,
     ]  # fmt: skip
     before: list[jax.Array | None] = [counters, zeros, None, None]
     dbias = dheads = None
-    if bias is None:
+    if block.bias is None or block.bias_fixed:
         dk, dv, dheads, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, None)
     else:
         strips = _strips(block, table.shape)
@@ -115,7 +103,7 @@ def backward(
         finish_dq,
         [sums, counters, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
-        grid=(batch * heads * q_tiles * pieces,),
+        grid=(batch * heads * q_tiles * squares,),
         aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
         F=constants,
@@ -126,6 +114,26 @@ def backward(
     return Gradients.of(block, dq, dk, dv, dbias, None if dheads is None else -dheads)
 
 
+def _plan(block: Block, constants: BlockConstants) -> turn_order.Arranged:
+    """The plan for a block that the kernel takes, but for `strip_rows`, and how its turns are arranged."""
+    plan = plans.backward(constants)
+    assert plan is not None
+    plan, *others = turn_order.arranged(plan, block, constants)
+    # Only where lse and delta are subtracted from the products themselves: not with a bias, ALiBi, a soft cap or
+    # dropout. lse is divided by `unbend`, and float16 does not hold the quotient. Wide heads are bound by the cache.
+    of_products = constants.only_masks and 1e-30 < constants.unbend < 1e30
+    ragged = constants.q_length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
+    kinds = {"offset": constants.slopes, "low": constants.below, "high": constants.above, "segment": constants.segments}
+    plan = dataclasses.replace(
+        plan,
+        masked=constants.masked or ragged,
+        query_kinds=tuple(kind for kind, needed in kinds.items() if needed),
+        subtracting=of_products and not plan.wide and block.q.dtype == jnp.bfloat16,
+        results_by_tma=block.final and not plan.wide,
+    )
+    return turn_order.Arranged(plan, *others)
+
+
 def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Strips:
     """The size of strips of key tiles; the ds of one strip at a time is in memory.
 
@@ -134,10 +142,10 @@ def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Stri
     ds of each query head takes memory.
     """
     batch, _, heads, _ = block.q.shape
-    turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * PROGRAMS
+    turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * plans.PROGRAMS
     # Rounded down: a program that takes one turn more than the others keeps them waiting.
     rows = max(turns // (batch * block.kv_heads), -(-tiles.rows // bias_gradient.MOST_STRIPS), 1)
-    return bias_gradient.Strips(min(rows, tiles.rows), tiles.together, heads, tiles.columns)
+    return bias_gradient.Strips(min(rows, tiles.rows), tiles.heads_at_once, heads, tiles.columns)
 
 
 def _launch_kernel(
@@ -166,7 +174,7 @@ def _launch_kernel(
     else:
         # Each consumer writes its part of the slope's gradient for each turn and head, in two numbers if there are
         # masked steps.
-        parts = (batch, heads, (1 + plan.masked) * rows * 2) if constants.per_head_gradient else (1,)
+        parts = (batch, heads, (1 + plan.masked) * rows * 2) if constants.slopes else (1,)
         option = jax.ShapeDtypeStruct(parts, jnp.float32)
     counters, *_ = before
     assert counters is not None
@@ -178,10 +186,10 @@ def _launch_kernel(
             *inputs.key_gradients(block.q.dtype if block.final else jnp.dtype(jnp.float32)),
             option,
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
-            jax.ShapeDtypeStruct((batch * heads * columns * plan.pieces(dim) * 4096,), jnp.float32),
+            jax.ShapeDtypeStruct((batch * heads * columns * plan.squares(dim) * plans.SQUARE.value,), jnp.float32),
         ],
-        grid=(min(PROGRAMS, (plan.strip_rows or rows) * batch * block.kv_heads),),
-        registers=_REGISTERS_AT_START,
+        grid=(min(plans.PROGRAMS, (plan.strip_rows or rows) * batch * block.kv_heads),),
+        registers=plan.registers_at_start,
         aliases={len(arrays) + i: outputs[i] for i, x in enumerate(before) if x is not None},
         name="ringattn_hopper_backward",
         F=constants,
@@ -191,17 +199,17 @@ def _launch_kernel(
     )
 
 
-def _rows(
+def _values_of_queries(
     block: Block,
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     constants: BlockConstants,
     plan: BackwardPlan,
 ) -> tuple[Shaped[Array, "2 B N *rows"], Float32[Array, "b n kinds rows"] | None]:
-    """Arrays padded to whole query tiles: `lse` in units of log2 and `-delta`; the numbers of `plan.of_queries`.
+    """Arrays padded to whole query tiles: `lse` in units of log2 and `-delta`; the values of `plan.query_kinds`.
 
     If `plan.subtracting`, the first are `-lse / unbend` and `-delta`, in parts (`_in_parts`). They are one array, which
-    XLA computes in one kernel. Numbers of the second are float32, or int32 bitcast to float32; `None`: there are none.
+    XLA computes in one kernel. Values of the second are float32, or int32 bitcast to float32; `None`: there are none.
     """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, gets lse +inf (-inf if it is negated), so that its p is 0.
@@ -210,26 +218,28 @@ def _rows(
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=unseen)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
     rows = jnp.stack([lse, delta])
-    return _in_parts(rows) if plan.subtracting else rows, _of_queries(block, plan, more)
+    others = list(_query_values(block, plan.q_tile, more).values())
+    return _in_parts(rows) if plan.subtracting else rows, jnp.stack(
+        jnp.broadcast_arrays(*others), 2
+    ) if others else None
 
 
-def _of_queries(block: Block, plan: BackwardPlan, more: tuple[int, int]) -> Float32[Array, "b n kinds rows"] | None:
-    """The numbers of `plan.of_queries`, padded by `more` queries; `None` if there are none."""
+def _query_values(block: Block, q_tile: int, more: tuple[int, int]) -> dict[str, Any]:
+    """The values of each of the plan's `query_kinds` that the block has, padded by `more` queries."""
     found: dict[str, Any] = {}
-    if "distance" in plan.of_queries:
+    if block.slopes is not None:
         position = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")[:, None]
-        tiles = position.reshape(len(position), 1, -1, plan.q_tile)
-        found["distance"] = (tiles - tiles[..., :1]).astype(jnp.float32).reshape(position.shape)
-    for end in ("first", "last"):
-        if (position := getattr(block, end)) is not None:
+        tiles = position.reshape(len(position), 1, -1, q_tile)
+        found["offset"] = (tiles - tiles[..., :1]).astype(jnp.float32).reshape(position.shape)
+    for kind, position in (("low", block.first), ("high", block.last)):
+        if position is not None:
             position = jnp.pad(position, [(0, 0), (0, 0), more], mode="edge")
-            found[end] = jax.lax.bitcast_convert_type(position, jnp.float32)
+            found[kind] = jax.lax.bitcast_convert_type(position, jnp.float32)
     if block.q_segments is not None:
         # Negative segment ids mark padding, which must match no id: queries get -1, and keys -2.
         segment = jnp.pad(jnp.maximum(block.q_segments, -1), [(0, 0), more], constant_values=-1)[:, None]
         found["segment"] = jax.lax.bitcast_convert_type(segment, jnp.float32)
-    kinds = [found[kind] for kind in plan.of_queries]
-    return jnp.stack(jnp.broadcast_arrays(*kinds), 2) if kinds else None
+    return found
 
 
 def _in_parts(x: Float32[Array, "2 B N rows"]) -> BFloat16[Array, "2 B N rows 8"]:

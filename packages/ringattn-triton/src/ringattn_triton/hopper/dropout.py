@@ -2,11 +2,11 @@
 """Decides which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
 
 Four entries take their bits from one draw, the two words of one Philox call: those of the global indices `(i, j)`,
-`(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` of query and key. The first word is for query `i`, the second for
-`i + 8`; the low half of a word is for key `j`, the high half for `j + 8`. One thread holds all four entries in the
-result of a product, and computes the draw once for them, if the indices of the tile's queries and keys are consecutive
-and begin at multiples of 16. In a striped shard they are not, and the thread computes a draw for every entry. This is
-known only at run time: the forward kernel has a copy of its loops for each case.
+`(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` of query and key. Word 0 is for query `i`, word 1 for `i + 8`; the low
+half of a word is for key `j`, the high half for `j + 8`. One thread holds all four entries in the result of a product,
+and computes the draw once for them, if the indices of the tile's queries and keys are consecutive and begin at
+multiples of 16. In a striped shard they are not, and the thread computes a draw for every entry. This is known only at
+run time: the forward kernel has a copy of its loops for each case.
 """
 
 from triton.experimental import gluon
@@ -14,32 +14,18 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import half_of, philox
 from ..kernels.tokens import first_counter, unsigned
-from .head_tiles import layout_of
-from .plans import CONSUMER_ROWS
-
-
-@gluon.constexpr_function
-def of_draws(KV_TILE):
-    """The register layout of a tile's draws, `[32, KV_TILE / 2]`: each thread has the draws of the scores it holds."""
-    columns = [1 << bit for bit in range(3, KV_TILE.bit_length() - 2)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, column] for column in columns)],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[CONSUMER_ROWS.value // 2, KV_TILE // 2],
-    )
+from .layouts import CONSUMER_ROWS, draws_layout, product_layout
 
 
 @gluon.jit
-def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The dropout counter of the first query of consumer `NUMBER`: -1 if entries cannot share draws, 0 without dropout.
+def counter_of_queries(P, batch, first_query, CONSUMER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """The dropout counter of the first query of consumer `CONSUMER`: -1 if entries cannot share draws.
 
-    `row` is the first query of the turn.
+    `first_query` is that of the turn. The counter is 0 without dropout.
     """
     if F.dropout:
-        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, PLAN.q_tile)
-        return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
+        counter = first_counter(P.q_counters, batch, first_query, F.q_index_batch, F.q_length, PLAN.q_tile)
+        return gl.where(counter < 0, counter, counter + CONSUMER * (CONSUMER_ROWS // 2))
     else:
         return 0
 
@@ -52,30 +38,56 @@ def draws(P, batch, start, tile, counter, key, OWN_DRAWS: gl.constexpr, F: gl.co
     `counter` is their `counter_of_queries`. If `OWN_DRAWS`, each entry has a draw of its own; its 16 bits go to the
     place in the two words that they would have in a shared draw.
     """
-    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(KV_TILE)))
-    columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, of_draws(KV_TILE)))
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, draws_layout(KV_TILE)))
+    columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, draws_layout(KV_TILE)))
     if OWN_DRAWS:
-        i = start + (rows >> 3) * 16 + (rows & 7)
-        j = tile * KV_TILE + (columns >> 3) * 16 + (columns & 7)
-        first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, of_draws(KV_TILE))
-        second = first
-        for number in range(4):  # a loop at run time, which needs fewer registers than `own_draws`
+        i = _first_entry(start, rows)
+        j = _first_entry(tile * KV_TILE, columns)
+        word_0 = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, draws_layout(KV_TILE))
+        word_1 = word_0
+        for number in range(4):  # a loop at run time, which needs fewer registers than `_own_draws`
             bits = _own_draw(P, batch, (i + number // 2 * 8)[:, None], (j + number % 2 * 8)[None, :], key, F)
             bits = bits << (number % 2 * 16)
-            first = first | gl.where(number < 2, bits, 0)
-            second = second | gl.where(number < 2, 0, bits)
-        return first, second
+            word_0 = word_0 | gl.where(number < 2, bits, 0)
+            word_1 = word_1 | gl.where(number < 2, 0, bits)
+        return word_0, word_1
     else:
         of_keys = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
         return philox((counter + rows)[:, None], (of_keys + columns)[None, :], key, F)
 
 
 @gluon.jit
-def own_draws(P, batch, i, j, key, F: gl.constexpr):
+def draws_by_keys(P, batch, q_start, kv_start, key, CONSUMER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """The dropout bits of a consumer's tile in the backward pass, whose rows are keys: as `draws`, `[32, q_tile / 2]`.
+
+    The tile begins at query `q_start` and at key `kv_start` of the block.
+    """
+    IN_DRAWS: gl.constexpr = draws_layout(PLAN.q_tile)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, IN_DRAWS))
+    columns = gl.arange(0, PLAN.q_tile // 2, gl.SliceLayout(0, IN_DRAWS))
+    of_queries = first_counter(P.q_counters, batch, q_start, F.q_index_batch, F.q_length, PLAN.q_tile)
+    of_keys = first_counter(P.kv_counters, batch, kv_start, F.kv_index_batch, F.kv_length, PLAN.kv_tile)
+    if (of_queries >= 0) & (of_keys >= 0):
+        word_0, word_1 = philox((of_queries + columns)[None, :], (of_keys + CONSUMER * 32 + rows)[:, None], key, F)
+    else:
+        i = _first_entry(q_start, columns)[None, :]
+        j = _first_entry(kv_start, rows)[:, None]
+        word_0, word_1 = _own_draws(P, batch, i, j, key, F)
+    return word_0, word_1
+
+
+@gluon.jit
+def _first_entry(start, draw):
+    """The first of the two rows (or columns), 8 apart, that draw number `draw` of a tile from `start` on is for."""
+    return start + (draw >> 3) * 16 + (draw & 7)
+
+
+@gluon.jit
+def _own_draws(P, batch, i, j, key, F: gl.constexpr):
     """The dropout bits of four entries, each from a draw of its own, put into two words as in a shared draw."""
-    first = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
-    second = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
-    return first, second
+    word_0 = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
+    word_1 = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+    return word_0, word_1
 
 
 @gluon.jit
@@ -87,17 +99,17 @@ def _own_draw(P, batch, query, key_number, key, F: gl.constexpr):
 
 
 @gluon.jit
-def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, BY_KEYS: gl.constexpr = False):
-    """Whether dropout keeps each entry of a tile of scores, given `first` and `second`, the two words of each draw.
+def kept(word_0, word_1, F: gl.constexpr, COLUMNS: gl.constexpr, BY_KEYS: gl.constexpr = False):
+    """Whether dropout keeps each entry of a tile of scores with `COLUMNS` columns, given the two words of each draw.
 
-    The tile has `COLUMNS` columns. `BY_KEYS`: its rows are keys.
+    `BY_KEYS`: the rows of the tile are keys.
     """
     # Each 16-bit half is compared as the upper half of a word. The lower half changes nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
-    in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
-    in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
-    four = gl.reshape(gl.join(in_first, in_second), [CONSUMER_ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    in_word_0 = gl.join((word_0 << 16) >= LEAST, word_0 >= LEAST)
+    in_word_1 = gl.join((word_1 << 16) >= LEAST, word_1 >= LEAST)
+    four = gl.reshape(gl.join(in_word_0, in_word_1), [CONSUMER_ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
     # The halves of a word are for keys 8 apart, the words for queries 8 apart.
     ROWS: gl.constexpr = 4 if BY_KEYS else 5
     whole = gl.reshape(gl.permute(four, (0, ROWS, 1, 2, 9 - ROWS, 3)), [CONSUMER_ROWS, COLUMNS])
-    return gl.convert_layout(whole, layout_of(COLUMNS))
+    return gl.convert_layout(whole, product_layout(COLUMNS))

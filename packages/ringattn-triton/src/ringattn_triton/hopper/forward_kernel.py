@@ -1,11 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward kernel for Hopper: an online softmax by warpgroups that use the tensor cores in rotation.
 
-One warp, the producer, fetches tiles by TMA, several tiles ahead. Groups of four warps, the consumers, compute 64
-queries each. While a consumer takes the exponentials of one key tile, the tensor cores multiply the weights of its
-previous key tile by the values, and compute for the other consumers. Programs are persistent: each takes query tiles
-("turns") from a common counter until none is left, and fetches the first tiles of the next turn while it writes the
-results of the last.
+The producer fetches tiles, several tiles ahead. Each consumer computes 64 queries. While a consumer takes the
+exponentials of one key tile, the tensor cores multiply the weights of its previous key tile by the values, and compute
+for the other consumers. Programs take turns, each a query tile of one head, from a common counter until none is left,
+and fetch the first tiles of the next turn while they write the results of the last.
+
+All barriers of a program. The first five lie in shared memory; the others are hardware barriers, and their numbers of
+threads count both who arrives and who waits. A consumer has 128 threads:
+
+| barrier | of each | who arrives | who waits | says |
+|---|---|---|---|---|
+| q_full | stage of queries | TMA | consumers | a turn's queries are there |
+| k_full | stage of keys | TMA | consumers | keys of a step, and its bias, are there |
+| v_full | stage of values | TMA | consumers | values of a step (the first piece) are there |
+| rest_full | - | TMA | consumers | the second piece of the values is there, if they have two |
+| turn_full | stage of turns | producer | consumers | the numbers of the next turn can be read |
+| order | consumer | the consumer before it, 128 | this consumer, 128 | it may begin the products of a step |
+| k_empty | stage of keys | consumers | producer, 32 | they are done with the stage |
+| v_empty | stage of values | consumers | producer, 32 | they are done with the stage |
+| rest_empty | - | consumers | producer, 32 | they are done with the second piece |
+| turn_done | stage of turns | consumers | producer, 32 | a turn's results are written, or lie in shared memory |
+| q_empty | - | consumers | producer, 32 | they are done with a turn's queries, if these have one stage |
+
+If queries have two stages, turn_done says that those of the turn are free too. No consumer arrives twice at a hardware
+barrier before the producer has waited once: the producer waits before it fills a stage again, and consumers read the
+stage only then.
 """
 
 from typing import Any, NamedTuple
@@ -17,312 +37,283 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import Keys, of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .hardware_barriers import arrive_at, begin, read_number, wait_at, wait_until_full
-from .head_tiles import in_two_pieces, layout_of, place_of, places_of_heads, product_of_heads, rows_of
-from .pipeline import ForwardMemory, next_turn, produce, read
-from .plans import CONSUMER_ROWS
-from .positions import of_keys, of_queries
-from .results import continued_rows, loaded, no_maxima, written
-from .softmax import in_parts, packed, scored, sums_of_parts, weighed
-from .sums import accumulators, finished, no_sums, rescaled, with_values
+from .forward_positions import key_offsets, query_offsets
+from .forward_results import load_rows, load_sums, no_maxima, write_results
+from .forward_softmax import score_tile, weigh_tile
+from .forward_transfers import ForwardMemory, Turns, next_first_query, produce, read
+from .hardware_barriers import arrive_at, begin, read_number, sync_at, wait_until_full
+from .head_tiles import in_two_pieces, product_of_heads, stage_of, stages_of_heads, stages_of_tiles
+from .layouts import CONSUMER_ROWS, product_layout, row_layout, single_layout
+from .plans import SINGLE_WARP_REGISTERS
+from .sums import accumulators, add_values, as_quads, no_sums, pack, quad_sums, rescale, wait_for_sums
 from .workarounds import after_arrival, after_barriers, softmax_first
 
 
 @gluon.jit
 def forward(
     Q, K, V, P,
-    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, TAKEN_BEFORE, OUT, LSE, MAX, TAKEN,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, MAX_BEFORE, COUNTER_BEFORE, OUT, LSE, MAX, COUNTER,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Writes `OUT`, `LSE` and, if `F.max_logits`, `MAX`, the largest scores; one persistent program a multiprocessor.
 
-    A turn is one query tile of one head. Programs take turns from the counter `TAKEN`, which begins at 0
-    (`TAKEN_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE` and `MAX_BEFORE` are the partial result to continue; `PLAN.fresh` and
-    `PLAN.from_lse` say which of them there are.
+    `COUNTER` counts the turns that programs have taken; it is 0 at first (`COUNTER_BEFORE`). `OUT_BEFORE`, `LSE_BEFORE`
+    and `MAX_BEFORE` are the partial result to continue; `PLAN.fresh` and `PLAN.from_lse` say which of them there are.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    Q_PLACES: gl.constexpr = PLAN.q_places * PLAN.consumers
-    queries = places_of_heads(TYPE, Q_PLACES, Q_PLACES, CONSUMER_ROWS, F.head_dim)
-    bias = queries
-    if F.bias:
-        BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, PLAN.kv_tile], TYPE)
-        bias = gl.allocate_shared_memory(TYPE, [PLAN.stages * PLAN.consumers, CONSUMER_ROWS, PLAN.kv_tile], BIASES)
-    positions = queries
-    if F.distances:
-        positions = gl.allocate_shared_memory(gl.float32, [2 * PLAN.stages, PLAN.kv_tile], NUMBER)
+    SINGLE: gl.constexpr = single_layout()
+    Q_STAGES: gl.constexpr = PLAN.q_stages * PLAN.consumers
+    STAGES: gl.constexpr = PLAN.kv_stages
+    queries = stages_of_heads(TYPE, Q_STAGES, Q_STAGES, CONSUMER_ROWS, F.head_dim)
+    bias = stages_of_tiles(TYPE, STAGES * PLAN.consumers, CONSUMER_ROWS, PLAN.kv_tile) if F.bias else queries
+    offsets = gl.allocate_shared_memory(gl.float32, [2 * STAGES, PLAN.kv_tile], SINGLE) if F.slopes else queries
     shared = ForwardMemory(
         queries,
-        gl.allocate_shared_memory(gl.int64, [PLAN.q_places, 1], BARRIER),
-        places_of_heads(TYPE, PLAN.stages, PLAN.stages, PLAN.kv_tile, F.head_dim),
-        gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int64, [PLAN.q_stages, 1], BARRIER),
+        stages_of_heads(TYPE, STAGES, STAGES, PLAN.kv_tile, F.head_dim),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], SINGLE),
         bias,
-        # One place is enough for the second piece of values: there is time to fetch the piece anew (`with_values`).
-        places_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
-        gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
+        # One stage is enough for the second piece of values: there is time to fetch the piece anew (`add_values`).
+        stages_of_heads(TYPE, STAGES, 1, PLAN.kv_tile, F.value_dim),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if in_two_pieces(F.value_dim) else 0,
-        gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [10, 1], SINGLE),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        positions,
+        offsets,
     )
-    begin(shared.q_full, PLAN.q_places)
-    begin(shared.k_full, PLAN.stages)
-    begin(shared.v_full, PLAN.stages)
+    begin(shared.q_full, PLAN.q_stages)
+    begin(shared.k_full, STAGES)
+    begin(shared.v_full, STAGES)
     if in_two_pieces(F.value_dim):
         begin(shared.rest_full, 1)
-    begin(shared.turns_full, 2)
-    BEFORE = (OUT_BEFORE, LSE_BEFORE)
-    AFTER = (OUT, LSE)
-    if F.max_logits:
-        BEFORE = (OUT_BEFORE, LSE_BEFORE, MAX_BEFORE)
-        AFTER = (OUT, LSE, MAX)
+    begin(shared.turn_full, 2)
+    BEFORE = (OUT_BEFORE, LSE_BEFORE, MAX_BEFORE)
+    AFTER = (OUT, LSE, MAX)
     ARRAYS = (Q, K, V, OUT)
-    all_turns = T.rows * BATCH * F.heads
-    if PLAN.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
-                (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
-                (produce, (shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F, T, BATCH, PLAN)),
-            ],
-            [4, 1],
-            [PLAN.registers, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
-                (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
-                (_consume, (2, shared, P, BEFORE, AFTER, F, PLAN)),
-                (produce, (shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F, T, BATCH, PLAN)),
-            ],
-            [4, 4, 1],
-            [PLAN.registers, PLAN.registers, 24],
-        )
+    turns = Turns(BOUNDS, TILES, COUNTER, T.rows * BATCH * F.heads)
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
+            (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
+            (produce, (shared, ARRAYS, P, turns, F, T, BATCH, PLAN)),
+        ]
+        if PLAN.consumers == 2
+        else [
+            (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
+            (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
+            (_consume, (2, shared, P, BEFORE, AFTER, F, PLAN)),
+            (produce, (shared, ARRAYS, P, turns, F, T, BATCH, PLAN)),
+        ],
+        [4] * (PLAN.consumers - 1) + [1],
+        [PLAN.registers] * (PLAN.consumers - 1) + [SINGLE_WARP_REGISTERS],
+    )
 
 
 class Softmax(NamedTuple):
-    """The state of the online softmax between two key tiles of a turn.
+    """The state of the online softmax between two steps of a turn.
 
-    `acc` has the sums of weighted values (`sums`), without those of the last tile: the next step multiplies `acc` by
-    `shrink`, and then adds the product of the last tile's `weights` and values. `total` has the sums of weights, and
-    `tops` the row maxima (`softmax.scored`).
+    `acc` lacks the weighted values of the last step: the next step multiplies `acc` by `shrink`, and then adds the
+    product of the last step's `weights` and values.
     """
 
-    acc: Any
-    weights: Any
-    total: Any
-    tops: Any
+    acc: Any  # the sums of weighted values (`sums`)
+    weights: Any  # of the last step, packed
+    total: Any  # the sums of weights, in four parts (`sums.quad_sums`)
+    tops: Any  # the row maxima (`forward_softmax.Scores`)
     shrink: Any
 
 
-class Rows(NamedTuple):
-    """A consumer's 64 queries in a turn: the tile `q` in shared memory, and what masks and options need.
+class OwnQueries(NamedTuple):
+    """A consumer's 64 queries in a turn, and what the turn's steps read for them."""
 
-    `start` is the number of the first query. `counter` is its dropout counter (`dropout.counter_of_queries`), and
-    `from_origin` has the queries' ALiBi positions (`positions.of_queries`).
-    """
-
-    q: Any
-    queries: Any
-    from_origin: Any
-    head: Any
-    start: Any
-    counter: Any
+    shared: Any
+    inputs: Any  # P
+    q: Any  # the tile in shared memory
+    queries: Any  # what masks need (`kernels.tokens.Queries`)
+    offsets: Any  # ALiBi positions (`forward_positions.query_offsets`)
+    head: Any  # `kernels.scores.Head`
+    start: Any  # the number of the first query
+    counter: Any  # the dropout counter of the first query (`dropout.counter_of_queries`)
     batch: Any
 
 
 @gluon.jit
-def _no_scores(PLAN: gl.constexpr):
-    KV_TILE: gl.constexpr = PLAN.kv_tile
-    return gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, layout_of(KV_TILE))
-
-
-@gluon.jit
-def _consume(NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
-    """The code of consumer `NUMBER`: it computes and writes the results of its 64 queries of every turn."""
-    OF_ROWS: gl.constexpr = rows_of(PLAN.kv_tile)
+def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr):
+    """The code of consumer `CONSUMER`: it computes and writes the results of its 64 queries of every turn."""
+    OF_ROWS: gl.constexpr = row_layout(PLAN.kv_tile)
     RAGGED: gl.constexpr = F.q_length % PLAN.q_tile != 0
-    nought = _no_scores(PLAN)
-    taken = 0
-    done = 0
+    KV_TILE: gl.constexpr = PLAN.kv_tile
+    nothing = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, product_layout(KV_TILE))
+    ones = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
+    steps_done = 0
+    turns_done = 0
     tops = no_maxima(0.0, F, PLAN)
-    weights = packed(nought, shared.k[0].dtype)
-    softmax = Softmax(no_sums(F.value_dim), weights, sums_of_parts(nought), tops, tops[0] + 1.0)
-    if PLAN.consumers - 1 == NUMBER:
-        _pass_order(NUMBER, PLAN)
-    row = next_turn(shared, done)
-    while row >= 0:
-        batch = read(shared, "batch", done % 2)
-        head_number = read(shared, "head", done % 2)
-        masked = read(shared, "masked", done % 2)
-        whole = read(shared, "whole", done % 2)
-        start = row + NUMBER * CONSUMER_ROWS
-        # Two products are in flight together: the scores of this turn's first tile, and the weighted values of the
-        # previous turn's last tile. In the first turn the second product has no meaning, and its result is not used.
-        q = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
-        wait_until_full(shared.q_full, done, PLAN.q_places)
-        wait_until_full(shared.k_full, taken, PLAN.stages)
-        k = place_of(shared.k, taken % PLAN.stages)
-        _wait_for_order(NUMBER, PLAN)
-        s = product_of_heads(q, k, nought, F.head_dim)
-        acc = _shrunk(softmax, PLAN)
-        before = (taken + PLAN.stages - 1) % PLAN.stages
-        acc = with_values(acc, softmax.weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
-        _pass_order(NUMBER, PLAN)
+    weights = pack(nothing, shared.k[0].dtype)
+    softmax = Softmax(no_sums(F.value_dim), weights, quad_sums(nothing), tops, ones)
+    if PLAN.consumers - 1 == CONSUMER:  # the first consumer begins
+        _pass_order(CONSUMER, PLAN)
+    first_query = next_first_query(shared, turns_done)
+    while first_query >= 0:
+        batch = read(shared, "batch", turns_done % 2)
+        head_number = read(shared, "head", turns_done % 2)
+        masked = read(shared, "masked", turns_done % 2)
+        whole = read(shared, "whole", turns_done % 2)
+        start = first_query + CONSUMER * CONSUMER_ROWS
+        # Two products are in flight together: the scores of this turn's first step, and the weighted values of the
+        # previous turn's last step. In the first turn the second product has no meaning, and its result is not used.
+        q = stage_of(shared.q, (turns_done % PLAN.q_stages) * PLAN.consumers + CONSUMER)
+        wait_until_full(shared.q_full, turns_done, PLAN.q_stages)
+        wait_until_full(shared.k_full, steps_done, PLAN.kv_stages)
+        k = stage_of(shared.k, steps_done % PLAN.kv_stages)
+        _wait_for_order(CONSUMER, PLAN)
+        s = product_of_heads(q, k, F.head_dim)
+        acc = softmax.acc if PLAN.bounded else rescale(softmax.acc, softmax.shrink)
+        last_stage = (steps_done + PLAN.kv_stages - 1) % PLAN.kv_stages
+        last = steps_done - 1
+        acc = add_values(acc, softmax.weights, shared, last_stage, last, turns_done > 0, F.value_dim, PLAN)
+        _pass_order(CONSUMER, PLAN)
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, head_number, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
-        from_origin = of_queries(queries, P, batch, row, F)
-        loaded_keys = _loaded_keys(shared, taken, P, batch, F, PLAN, PLAN.masked)
-        bias = _bias(shared, taken, NUMBER, F, PLAN)
-        away = of_keys(shared, taken, F, PLAN)
-        counter = counter_of_queries(P, batch, row, NUMBER, F, PLAN)
-        rows = Rows(q, queries, from_origin, head, start, counter, batch)
+        offsets = query_offsets(queries, P, batch, first_query, F)
+        loaded_keys = _load_keys(shared, steps_done, P, batch, F, PLAN, PLAN.masked)
+        bias = _load_bias(shared, steps_done, CONSUMER, F, PLAN)
+        of_keys = key_offsets(shared, steps_done, F, PLAN)
+        counter = counter_of_queries(P, batch, first_query, CONSUMER, F, PLAN)
+        own = OwnQueries(shared, P, q, queries, offsets, head, start, counter, batch)
         if F.dropout and counter < 0:
-            drawn = _drawn(shared, taken, P, rows, True, F, PLAN)
+            drawn = _draws(own, steps_done, True, F, PLAN)
         else:
-            drawn = _drawn(shared, taken, P, rows, False, F, PLAN)
+            drawn = _draws(own, steps_done, False, F, PLAN)
         old_tops, old_total = softmax.tops, softmax.total
-        tops, total_before = continued_rows(BEFORE, start, batch, head_number, F, PLAN)
-        total = in_parts(total_before)
+        tops, total_before = load_rows(BEFORE, start, batch, head_number, F, PLAN)
+        total = as_quads(total_before)
         s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
-        arrive_at("k_empty", taken % PLAN.stages, PLAN)
-        keys = _keys(loaded_keys, F, PLAN, PLAN.masked)
-        s, base, tops, shrink = scored(s, tops, rows, keys, bias, away, F, PLAN.masked, PLAN)
-        p, total = weighed(s, base, shrink, total, drawn, F, PLAN)
-        acc = finished(acc)
-        if done > 0:
-            arrive_at("v_empty", before, PLAN)
+        arrive_at("k_empty", steps_done % PLAN.kv_stages, PLAN)
+        keys = _spread_keys(loaded_keys, F, PLAN, PLAN.masked)
+        s, base, tops, shrink = score_tile(s, tops, own, keys, bias, of_keys, F, PLAN.masked, PLAN)
+        p, total = weigh_tile(s, base, shrink, total, drawn, F, PLAN)
+        acc = wait_for_sums(acc)
+        if turns_done > 0:
+            arrive_at("v_empty", last_stage, PLAN)
             if in_two_pieces(F.value_dim):
                 arrive_at("rest_empty", 0, PLAN)
-            written(acc, old_tops, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN)
+            write_results(acc, old_tops, old_total, shared, turns_done - 1, CONSUMER, AFTER, F, PLAN)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
-            acc = loaded(BEFORE[0], start, batch, head_number, F)
+            acc = load_sums(BEFORE[0], start, batch, head_number, F)
             # Unless scores are bounded, `total_before` is 1 (or 0 for a row that saw nothing, whose `acc` is 0).
             factor = total_before if PLAN.bounded else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
-            acc = rescaled(acc, factor)
+            acc = rescale(acc, factor)
             # No product is in flight. The wait keeps the compiler from delaying the multiplication into the registers
             # of the next product.
-            acc = finished(acc)
-        shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        softmax = Softmax(acc, packed(p, q[0].dtype), total, tops, shrink)
-        taken += 1
+            acc = wait_for_sums(acc)
+        softmax = Softmax(acc, pack(p, q[0].dtype), total, tops, ones)
+        steps_done += 1
         if F.dropout and counter < 0:
-            softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, True, F, PLAN)
+            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, CONSUMER, True, F, PLAN)
         else:
-            softmax, taken = _other_steps(softmax, rows, shared, taken, masked, whole, NUMBER, P, False, F, PLAN)
-        if PLAN.q_places == 1:
+            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, CONSUMER, False, F, PLAN)
+        if PLAN.q_stages == 1:
             arrive_at("q_empty", 0, PLAN)
-        done += 1
-        row = next_turn(shared, done)
-    if done > 0:
-        acc = _shrunk(softmax, PLAN)
-        last = taken - 1
-        acc = finished(with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN))
-        written(acc, softmax.tops, softmax.total, shared, done - 1, NUMBER, AFTER, F, PLAN)
+        turns_done += 1
+        first_query = next_first_query(shared, turns_done)
+    if turns_done > 0:
+        acc = softmax.acc if PLAN.bounded else rescale(softmax.acc, softmax.shrink)
+        last = steps_done - 1
+        acc = add_values(acc, softmax.weights, shared, last % PLAN.kv_stages, last, True, F.value_dim, PLAN)
+        acc = wait_for_sums(acc)
+        write_results(acc, softmax.tops, softmax.total, shared, turns_done - 1, CONSUMER, AFTER, F, PLAN)
 
 
 @gluon.jit
-def _shrunk(softmax, PLAN: gl.constexpr):
-    """The accumulators of `softmax`, as the next product needs them."""
-    if PLAN.bounded:
-        return softmax.acc
-    else:
-        return rescaled(softmax.acc, softmax.shrink)
+def _wait_for_order(CONSUMER: gl.constexpr, PLAN: gl.constexpr):
+    """Waits, if consumers use the tensor cores in rotation, until consumer `CONSUMER` may begin its products.
 
-
-@gluon.jit
-def _wait_for_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Waits, if the plan is `ordered`, until consumer `NUMBER` may begin its products.
-
-    Consumers use the tensor cores in rotation: a consumer begins both products of a step when the consumer before it
-    has begun its own. Its softmax then overlaps with the products of the others.
+    A consumer begins both products of a step when the consumer before it has begun its own. Its softmax then overlaps
+    with the products of the others.
     """
-    if PLAN.ordered:
-        wait_at("order", NUMBER, PLAN)
+    if PLAN.in_rotation:
+        sync_at("order", CONSUMER, PLAN)
 
 
 @gluon.jit
-def _pass_order(NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Lets the consumer after consumer `NUMBER` begin its products."""
-    if PLAN.ordered:
-        arrive_at("order", (NUMBER + 1) % PLAN.consumers, PLAN)
+def _pass_order(CONSUMER: gl.constexpr, PLAN: gl.constexpr):
+    """Lets the consumer after consumer `CONSUMER` begin its products."""
+    if PLAN.in_rotation:
+        arrive_at("order", (CONSUMER + 1) % PLAN.consumers, PLAN)
 
 
 @gluon.jit
 def _other_steps(
-    softmax, rows, shared, taken, masked, whole, NUMBER: gl.constexpr, P, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
+    softmax, own, steps_done, masked, whole, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Computes the key tiles of a turn after its first. `OWN_DRAWS`: each entry has a dropout draw of its own."""
+    """Computes the steps of a turn after its first. `OWN_DRAWS`: each entry has a dropout draw of its own."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
-            softmax = _continued(softmax, rows, shared, taken, NUMBER, P, OWN_DRAWS, F, True, PLAN)
-            taken += 1
+            softmax = _step(softmax, own, steps_done, CONSUMER, OWN_DRAWS, F, True, PLAN)
+            steps_done += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        softmax = _continued(softmax, rows, shared, taken, NUMBER, P, OWN_DRAWS, F, False, PLAN)
-        taken += 1
-    return softmax, taken
+        softmax = _step(softmax, own, steps_done, CONSUMER, OWN_DRAWS, F, False, PLAN)
+        steps_done += 1
+    return softmax, steps_done
 
 
 @gluon.jit
-def _continued(
-    softmax, rows, shared, taken, NUMBER: gl.constexpr, P, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
-    MASKED: gl.constexpr, PLAN: gl.constexpr,
+def _step(
+    softmax, own, step, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: computes a key tile's scores together with the last tile's weighted values."""
-    last = taken - 1
-    wait_until_full(shared.k_full, taken, PLAN.stages)
-    _wait_for_order(NUMBER, PLAN)
-    k = place_of(shared.k, taken % PLAN.stages)
-    s = product_of_heads(rows.q, k, _no_scores(PLAN), F.head_dim)
-    acc = _shrunk(softmax, PLAN)
-    acc = with_values(acc, softmax.weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
-    _pass_order(NUMBER, PLAN)
-    loaded_keys = _loaded_keys(shared, taken, P, rows.batch, F, PLAN, MASKED)
-    bias = _bias(shared, taken, NUMBER, F, PLAN)
+    """Step `step` of the program: computes a key tile's scores together with the last tile's weighted values."""
+    shared = own.shared
+    last = step - 1
+    wait_until_full(shared.k_full, step, PLAN.kv_stages)
+    _wait_for_order(CONSUMER, PLAN)
+    s = product_of_heads(own.q, stage_of(shared.k, step % PLAN.kv_stages), F.head_dim)
+    acc = softmax.acc if PLAN.bounded else rescale(softmax.acc, softmax.shrink)
+    acc = add_values(acc, softmax.weights, shared, last % PLAN.kv_stages, last, True, F.value_dim, PLAN)
+    _pass_order(CONSUMER, PLAN)
+    loaded_keys = _load_keys(shared, step, own.inputs, own.batch, F, PLAN, MASKED)
+    bias = _load_bias(shared, step, CONSUMER, F, PLAN)
     # Positions that are loaded before the scores are computed occupy 32 more registers.
     LATE: gl.constexpr = PLAN.one_sided or PLAN.consumers == 3
-    away = 0
-    if not LATE:
-        away = of_keys(shared, taken, F, PLAN)
-    drawn = _drawn(shared, taken, P, rows, OWN_DRAWS, F, PLAN)
+    of_keys = 0 if LATE else key_offsets(shared, step, F, PLAN)
+    drawn = _draws(own, step, OWN_DRAWS, F, PLAN)
     s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
-    arrive_at("k_empty", taken % PLAN.stages, PLAN)
+    arrive_at("k_empty", step % PLAN.kv_stages, PLAN)
     s = after_arrival(s, accumulators(F.value_dim))
-    keys = _keys(loaded_keys, F, PLAN, MASKED)
+    keys = _spread_keys(loaded_keys, F, PLAN, MASKED)
     if LATE:
-        away = of_keys(shared, taken, F, PLAN)
-    s, base, tops, shrink = scored(s, softmax.tops, rows, keys, bias, away, F, MASKED, PLAN)
+        of_keys = key_offsets(shared, step, F, PLAN)
+    s, base, tops, shrink = score_tile(s, softmax.tops, own, keys, bias, of_keys, F, MASKED, PLAN)
     if in_two_pieces(F.value_dim):
-        # The second piece of values has one place, and its product began first. If the place is freed before the
+        # The second piece of values has one stage, and its product began first. If the stage is freed before the
         # exponentials, it is filled again while the other consumer computes.
         acc = acc[0], warpgroup_mma_wait(1, deps=[acc[1]])
         arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)
-    softmax_first(taken)
-    p, total = weighed(s, base, shrink, softmax.total, drawn, F, PLAN)
-    acc = finished(acc)
-    arrive_at("v_empty", last % PLAN.stages, PLAN)
-    return Softmax(acc, packed(p, rows.q[0].dtype), total, tops, shrink)
+    softmax_first(step)
+    p, total = weigh_tile(s, base, shrink, softmax.total, drawn, F, PLAN)
+    acc = wait_for_sums(acc)
+    arrive_at("v_empty", last % PLAN.kv_stages, PLAN)
+    return Softmax(acc, pack(p, own.q[0].dtype), total, tops, shrink)
 
 
 @gluon.jit
-def _loaded_keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
-    """Loads the `Keys` of key tile number `taken` of this program if it needs a mask (`MASKED`); else returns 0.
+def _load_keys(shared, step, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
+    """Loads the `Keys` of step `step` if the tile needs a mask (`MASKED`); else returns 0.
 
-    Each thread loads one key, while products are in flight. After the scores have arrived, `_keys` converts the keys to
-    the layout of scores, in which each thread has 32.
+    Each thread loads one key, while products are in flight. After the scores have arrived, `_spread_keys` converts the
+    keys to the layout of scores, in which each thread has 32.
     """
     if MASKED:
-        start = read_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile
+        start = read_number(shared.tiles.index(step % PLAN.kv_stages), 4) * PLAN.kv_tile
         EACH: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
         return of_columns(P, batch, start, gl.arange(0, PLAN.kv_tile, EACH), 0, F, PLAN.kv_tile, False)
     else:
@@ -330,40 +321,38 @@ def _loaded_keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, M
 
 
 @gluon.jit
-def _keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
-    """Converts the result of `_loaded_keys` to the layout of scores, through shared memory."""
-    SCORES: gl.constexpr = layout_of(PLAN.kv_tile)
+def _spread_keys(loaded, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
+    """Converts the result of `_load_keys` to the layout of scores, through shared memory."""
+    SCORES: gl.constexpr = product_layout(PLAN.kv_tile)
     if MASKED:
         column = loaded.start + gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))[None, :]
         inside = column < F.kv_length
         if F.kv_length % PLAN.kv_tile != 0:
             column = gl.minimum(column, F.kv_length - 1)
-        position, index, segment = loaded.position, loaded.index, loaded.segment
-        if F.positions:
-            position = gl.convert_layout(position, SCORES)
-        if F.padded:
-            index = gl.convert_layout(index, SCORES)
-        if F.segments:
-            segment = gl.convert_layout(segment, SCORES)
+        position = gl.convert_layout(loaded.position, SCORES) if F.positions else loaded.position
+        index = gl.convert_layout(loaded.index, SCORES) if F.padded else loaded.index
+        segment = gl.convert_layout(loaded.segment, SCORES) if F.segments else loaded.segment
         return Keys(loaded.start, column, inside, position, index, 0, segment)
     else:
         return loaded
 
 
 @gluon.jit
-def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """Loads this consumer's bias of key tile number `taken` from shared memory; returns 0 if the call has no bias."""
+def _load_bias(shared, step, CONSUMER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """Loads this consumer's bias of step `step` from shared memory; returns 0 if the call has no bias."""
     if F.bias:
-        return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(layout_of(PLAN.kv_tile))
+        stage = step % PLAN.kv_stages
+        return shared.bias.index(stage * PLAN.consumers + CONSUMER).load(product_layout(PLAN.kv_tile))
     else:
         return 0
 
 
 @gluon.jit
-def _drawn(shared, taken, P, rows, OWN_DRAWS: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The dropout bits of key tile number `taken`, in the two words of `dropout.draws`; zeros without dropout."""
+def _draws(own, step, OWN_DRAWS: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """The dropout bits of step `step`, in the two words of `dropout.draws`; zeros without dropout."""
     if F.dropout:
-        tile = read_number(shared.tiles.index(taken % PLAN.stages), 4)
-        return draws(P, rows.batch, rows.start, tile, rows.counter, rows.head.dropout_key, OWN_DRAWS, F, PLAN.kv_tile)
+        tile = read_number(own.shared.tiles.index(step % PLAN.kv_stages), 4)
+        key = own.head.dropout_key
+        return draws(own.inputs, own.batch, own.start, tile, own.counter, key, OWN_DRAWS, F, PLAN.kv_tile)
     else:
         return 0, 0

@@ -3,12 +3,12 @@
 
 Barriers are of two kinds. Those in shared memory have phases, which `wait_until_full` and `wait_until_empty` count.
 The others are hardware barriers (PTX `bar`), of which there are 16. They have no phases: no warp may arrive a second
-time before all have arrived once. Before a thread arrives at a barrier in shared memory, Triton makes all four warps of
-a group wait for each other, and often once more afterwards. At a hardware barrier each warp arrives for itself, and
-waiting warps wake earlier.
+time before all have arrived once, and a warp that waits has to wait once for each time that the others arrive. Before a
+thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and often once
+more afterwards. At a hardware barrier each warp arrives for itself, and waiting warps wake earlier.
 
 A plan (`ForwardPlan`, `BackwardPlan`) names its barriers in `hardware_barriers`. A name stands for one barrier for each
-place: that of place `i` has a number `i` higher than the first.
+stage: that of stage `i` has a number `i` higher than the first.
 """
 
 from triton.experimental import gluon
@@ -26,24 +26,29 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
     """
     action, number, threads = (_unwrap_if_constexpr(x) for x in (ACTION, number, THREADS))
     operands = [] if isinstance(number, int) else [number.handle]
-    place = "$1" if operands else str(number)
-    constraints = "=r,r,~{memory}" if operands else "=r,~{memory}"
-    assembly = f"bar.{action} {place}, {threads}; mov.u32 $0, 0;"
-    result = _semantic.builder.get_int32_ty()
-    _semantic.builder.create_inline_asm(assembly, constraints, operands, [result], False, 1)
+    barrier = "$1" if operands else str(number)
+    assembly(f"bar.{action} {barrier}, {threads};", _semantic, *operands)
+
+
+def assembly(text, semantic, *operands):
+    """Inserts PTX that may touch memory. `operands` are `$1`, `$2` and so on; inline assembly must have a result,
+    `$0`."""
+    constraints = ",".join(["=r", *["r"] * len(operands), "~{memory}"])
+    result = semantic.builder.get_int32_ty()
+    semantic.builder.create_inline_asm(f"{text} mov.u32 $0, 0;", constraints, list(operands), [result], False, 1)
 
 
 @gluon.jit
 def phase_of(number, STAGES: gl.constexpr):
-    """The phase that a place's barrier in shared memory ends at use `number` (from 0) of `STAGES` places in turn."""
+    """The phase that a stage's barrier in shared memory ends at use `number` (from 0) of `STAGES` stages in turn."""
     return (number // STAGES) & 1
 
 
 @gluon.jit
 def wait_until_full(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Waits until place `number % STAGES` holds what use `number` (from 0) loads into it.
+    """Waits until stage `number % STAGES` holds what use `number` (from 0) loads into it.
 
-    `barriers` has a barrier in shared memory for each place, from index `FIRST` on: its phase ends when the place is
+    `barriers` has a barrier in shared memory for each stage, from index `FIRST` on: its phase ends when the stage is
     full.
     """
     mbarrier.wait(barriers.index(FIRST + number % STAGES), phase_of(number, STAGES))
@@ -51,32 +56,26 @@ def wait_until_full(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr 
 
 @gluon.jit
 def wait_until_empty(barriers, number, STAGES: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Waits until the place of use `number` is empty, as before its first use. The phase ends when it is empty."""
+    """Waits until the stage of use `number` is empty, as before its first use. The phase ends when it is empty."""
     mbarrier.wait(barriers.index(FIRST + number % STAGES), phase_of(number, STAGES) ^ 1)
 
 
 @gluon.jit
-def wait_at(NAME: gl.constexpr, place, PLAN: gl.constexpr):
-    """Arrives at the barrier `NAME` of place `place`, and waits until all its threads have arrived."""
-    hardware_barrier("sync", first_number(NAME, PLAN) + place, threads_of(NAME, PLAN))
+def sync_at(NAME: gl.constexpr, stage, PLAN: gl.constexpr):
+    """Arrives at the barrier `NAME` of stage `stage`, and waits until all its threads have arrived."""
+    hardware_barrier("sync", number_and_threads(NAME, PLAN)[0] + stage, number_and_threads(NAME, PLAN)[1])
 
 
 @gluon.jit
-def arrive_at(NAME: gl.constexpr, place, PLAN: gl.constexpr):
-    """Arrives at the barrier `NAME` of place `place` without waiting."""
-    hardware_barrier("arrive", first_number(NAME, PLAN) + place, threads_of(NAME, PLAN))
+def arrive_at(NAME: gl.constexpr, stage, PLAN: gl.constexpr):
+    """Arrives at the barrier `NAME` of stage `stage` without waiting."""
+    hardware_barrier("arrive", number_and_threads(NAME, PLAN)[0] + stage, number_and_threads(NAME, PLAN)[1])
 
 
 @gluon.constexpr_function
-def first_number(NAME, PLAN):
-    """The number of the hardware barrier `NAME` of place 0."""
-    return PLAN.hardware_barriers[NAME][0]
-
-
-@gluon.constexpr_function
-def threads_of(NAME, PLAN):
-    """For how many threads the hardware barrier `NAME` waits."""
-    return PLAN.hardware_barriers[NAME][1]
+def number_and_threads(NAME, PLAN):
+    """The number of the hardware barrier `NAME` of stage 0, and for how many threads it waits."""
+    return PLAN.hardware_barriers[NAME]
 
 
 @gluon.jit
@@ -95,4 +94,4 @@ def write_number(place, number):
 @gluon.jit
 def read_number(place, WARPS: gl.constexpr):
     """Reads the int32 in a place in shared memory, in all threads of a partition of `WARPS` warps."""
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)  # the only element, as a scalar

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accumulators of a consumer on Hopper: a tuple of one or two `[64, width]`.
+"""Sums that a consumer on Hopper keeps in registers: accumulators of products, and sums of rows.
 
-In the forward pass they sum weighted values; in the backward pass of heads of more than 128, dk or dv
-(`wide_products`). A head whose size is a power of two has one. A head of 96 has two, of 64 and 32; a head of 192,
-of 128 and 64.
+Accumulators are a tuple of one or two `[64, width]` (the table in `head_tiles` has their widths). In the forward pass
+they sum weighted values; in the backward pass of heads of more than 128, dk or dv (`backward_wide_products`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import float32, inline_asm_elementwise
 
 from .hardware_barriers import phase_of, wait_until_full
-from .head_tiles import dims_of, in_two_pieces, layout_of, left_of, piece, product_count, rows_of
-from .plans import CONSUMER_ROWS
-from .softmax import unpacked
-from .workarounds import opaque_zero
+from .head_tiles import dims_of, in_two_pieces, product_count, product_dims
+from .layouts import CONSUMER_ROWS, left_layout, product_layout, quad_layout, row_layout
+from .workarounds import opaque_zero, product_where_needed
 
 
 @gluon.constexpr_function
@@ -26,17 +22,12 @@ def accumulators(dim):
 
 
 @gluon.constexpr_function
-def first_of(dim, number):
-    """The first dimension in accumulator `number` of a head of `dim` dimensions."""
-    return piece(dim, number)[0]
-
-
-@gluon.constexpr_function
-def width_of(dim, number):
-    """How many dimensions, with padding, accumulator `number` of a head of `dim` dimensions has."""
+def accumulator(dim, number):
+    """The first dimension in accumulator `number` of a head of `dim` dimensions, and its width, with padding."""
+    first, width = product_dims(dim, number)
     if in_two_pieces(dim) and number == 1:
-        return max(32, 1 << (dim - 128 - 1).bit_length())
-    return piece(dim, number)[1] if accumulators(dim) == 2 else 1 << (dim - 1).bit_length()
+        return first, max(32, 1 << (dim - 128 - 1).bit_length())
+    return first, width if accumulators(dim) == 2 else 1 << (dim - 1).bit_length()
 
 
 @gluon.jit
@@ -44,54 +35,59 @@ def no_sums(DIM: gl.constexpr):
     """New accumulators of zeros for a head of `DIM` dimensions."""
     sums = ()
     for number in gl.static_range(accumulators(DIM)):
-        sums += (gl.zeros([CONSUMER_ROWS, width_of(DIM, number)], gl.float32, layout_of(width_of(DIM, number))),)
+        sums += (_zeros(accumulator(DIM, number)[1]),)
     return sums
 
 
 @gluon.jit
-def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to add the weighted values of key tile number `last` to the accumulators, one product for each.
-
-    If `there`, it first waits until the values have arrived in `place`. Otherwise no such tile exists, and it
-    multiplies what lies in the place; the caller drops the result. Of two pieces, the second has only one
-    place. Its product comes first, so that the place is empty sooner.
-    """
-    if in_two_pieces(DIM):
-        if there:
-            wait_until_full(shared.rest_full, last, 1)
-        rest = _added(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
-        if there:
-            mbarrier.wait(shared.v_full.index(place), phase_of(last, PLAN.stages))
-        return _added(sums[0], weights, (shared.v[0].index(place),), 0), rest
-    else:
-        if there:
-            mbarrier.wait(shared.v_full.index(place), phase_of(last, PLAN.stages))
-        return with_product(sums, weights, (shared.v[0].index(place),), DIM)
+def _zeros(WIDTH: gl.constexpr):
+    return gl.zeros([CONSUMER_ROWS, WIDTH], gl.float32, product_layout(WIDTH))
 
 
 @gluon.jit
-def with_product(sums, left, right, DIM: gl.constexpr):
+def add_values(sums, weights, shared, stage, step, there, DIM: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to add the weighted values of step `step` of the program to the accumulators, one product for each.
+
+    If `there`, it first waits until the values have arrived in `stage`. Otherwise no such step exists, and it
+    multiplies what lies in the stage; the caller drops the result. Of two pieces, the second has only one
+    stage. Its product comes first, so that the stage is empty sooner.
+    """
+    if in_two_pieces(DIM):
+        if there:
+            wait_until_full(shared.rest_full, step, 1)
+        rest = _add_to(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
+        if there:
+            mbarrier.wait(shared.v_full.index(stage), phase_of(step, PLAN.kv_stages))
+        return _add_to(sums[0], weights, (shared.v[0].index(stage),), 0), rest
+    else:
+        if there:
+            mbarrier.wait(shared.v_full.index(stage), phase_of(step, PLAN.kv_stages))
+        return add_product(sums, weights, (shared.v[0].index(stage),), DIM)
+
+
+@gluon.jit
+def add_product(sums, left, right, DIM: gl.constexpr):
     """Begins to add `left right` to the accumulators.
 
-    `left` is in registers, `packed` or not; `right` is a tile in shared memory.
+    `left` is in registers, packed (`pack`) or not; `right` is a tile in shared memory.
     """
     found = ()
     for number in gl.static_range(accumulators(DIM)):
-        found += (_added(sums[number], left, right, first_of(DIM, number)),)
+        found += (_add_to(sums[number], left, right, accumulator(DIM, number)[0]),)
     return found
 
 
 @gluon.jit
-def _added(sums, left, right, FIRST: gl.constexpr):
+def _add_to(sums, left, right, FIRST: gl.constexpr):
     """Begins to add to one accumulator the product of `left` and the dimensions of `right` from `FIRST` on."""
     right = dims_of(right, FIRST, sums.shape[1])
     if left.dtype == gl.int32:
-        left = unpacked(left, right.dtype)
-    return warpgroup_mma(gl.convert_layout(left, left_of(sums.shape[1])), right, sums, is_async=True)
+        left = unpack(left, right.dtype)
+    return warpgroup_mma(gl.convert_layout(left, left_layout(sums.shape[1])), right, sums, is_async=True)
 
 
 @gluon.jit
-def finished(sums):
+def wait_for_sums(sums):
     """Waits for all products in flight, and returns the accumulators with their results."""
     found = ()
     for number in gl.static_range(len(sums)):
@@ -100,36 +96,50 @@ def finished(sums):
 
 
 @gluon.jit
-def rescaled(sums, factor):
+def rescale(sums, factor):
     """Multiplies each row of the accumulators by its factor. A warp whose factors are all 1 does not multiply."""
     found = ()
     for number in gl.static_range(len(sums)):
-        found += (product_where_needed(sums[number], of_dims(factor, sums[number].shape[1])),)
+        found += (product_where_needed(sums[number], as_column(factor, sums[number].shape[1])),)
     return found
 
 
-@builtin
-def product_where_needed(acc, factor, _semantic=None):
-    """Multiplies the rows of an accumulator by their factors, unless all factors in the warp are 1.
-
-    A thread holds numbers of two rows, in pairs of neighbours. All threads of a warp vote, so that they take the same
-    branch; otherwise the assembler would make the products of the tensor cores wait for each other.
-    """
-    count = _unwrap_if_constexpr(acc.shape[1]) // 2
-    first, second = f"${2 * count}", f"${2 * count + 2}"
-    needed = (
-        f"setp.neu.f32 a, {first}, 0f3F800000; setp.neu.or.f32 b, {second}, 0f3F800000, a; "
-        "vote.sync.any.pred a, b, 0xffffffff; @!a bra done;"
-    )
-    products = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(count))
-    assembly = f"{{ .reg .pred a, b; {needed} {products} done: }}"
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
-    return inline_asm_elementwise(
-        assembly, ",".join(constraints), [acc, factor], float32, True, count, _semantic=_semantic
-    )
+@gluon.jit
+def as_column(rows, WIDTH: gl.constexpr):
+    """Converts one number for each row to a column that can be multiplied with an accumulator of `WIDTH` dimensions."""
+    return gl.convert_layout(rows, row_layout(WIDTH))[:, None]
 
 
 @gluon.jit
-def of_dims(rows, WIDTH: gl.constexpr):
-    """Converts one number for each row to a column that can be multiplied with an accumulator of `WIDTH` dimensions."""
-    return gl.convert_layout(rows, rows_of(WIDTH))[:, None]
+def quad_sums(p):
+    """Sums each row of `p` in four parts, `[64, 4]`: one for each of the four threads that hold the row."""
+    own = gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(own, quad_layout(4))
+
+
+@gluon.jit
+def as_quads(total):
+    """Turns each row's sum into four parts, as `quad_sums` returns them: the first is the sum, the others 0."""
+    first = gl.arange(0, 4, gl.SliceLayout(0, quad_layout(4)))[None, :] == 0
+    return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, quad_layout(4)))[:, None], 0.0)
+
+
+@gluon.jit
+def pack(p, TYPE: gl.constexpr):
+    """Rounds the weights `p` to `TYPE` and packs two neighbours of a row in one 32-bit word: `[64, columns / 2]`.
+
+    Carried from step to step as single numbers, the weights would cost an instruction each to unpack and pack them
+    again.
+    """
+    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    words = gl.inline_asm_elementwise(ROUND, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.convert_layout(words, quad_layout(p.shape[1] // 2))
+
+
+@gluon.jit
+def unpack(weights, TYPE: gl.constexpr):
+    """The inverse of `pack`."""
+    low = weights.to(gl.int16).to(TYPE, bitcast=True)
+    high = (weights >> 16).to(gl.int16).to(TYPE, bitcast=True)
+    return gl.reshape(gl.join(low, high), [weights.shape[0], weights.shape[1] * 2])

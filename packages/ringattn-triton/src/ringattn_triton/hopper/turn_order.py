@@ -3,7 +3,7 @@
 """In which order the one-pass backward kernel takes its turns, and how many key heads run side by side.
 
 These rules change the time, and the order of sums: of turns that add to dq, and of the steps of a turn that add to dk
-and dv. Figures are times with a rule over times without it, of the kernel unless said.
+and dv. What they gain was measured: docs/kernels.md, "What determines the time of the backward pass".
 """
 
 import dataclasses
@@ -14,51 +14,57 @@ from ringattn_core.contract.protocol import Block
 
 from .. import sparsity
 from ..kernel_inputs import BlockConstants, power_of_two
-from .plans import PROGRAMS, BackwardPlan
+from . import plans
+from .plans import BackwardPlan
 
-_TOGETHER: Final = 512
+_TURNS_AT_ONCE: Final = 512
 """How many turns (key tiles) the key heads that run side by side have in all, where turns do not wait for each other:
 few enough for the cache to hold their queries."""
 _IN_CACHE: Final = 2**25
-"""The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once. Up to this
-size, turns that go upwards take 0.93 to 0.98 of the time that they take downwards, at twice the size 1.03."""
+"""The most bytes of queries, dout and dq (in float32) that the cache holds, over all heads that run at once."""
 _ABREAST: Final = 16
 """The most neighbouring key tiles that begin together where `_abreast` allows it."""
 _STEPS_SHORTER: Final = 16
 """The least number of steps by which a turn under a causal mask is shorter than the turn before it, for neighbouring
 turns to begin together. With fewer steps the cache still holds most query tiles from one turn to the next."""
 _STEPS_BETWEEN: Final = 1.9
-"""How many steps apart interleaved turns of a head begin, at least. A call with gradients then takes 0.69 to 0.95 of
-the time (heads of 192 and 256, 2k to 8k tokens); with half as many steps, 1.04 to 1.1, because turns wait for each
-other."""
+"""How many steps apart interleaved turns of a head begin, at least: closer, they wait for each other."""
 
 
 class _Limits(NamedTuple):
-    """Limits for turns that wait for each other; `_NARROW` for head sizes up to 128, `_WIDE` for those above."""
+    """Limits for turns that wait for each other: `_NARROW` for head sizes up to 128, `_WIDE` for those above. All are
+    fitted to measurements."""
 
-    together: int
-    """The most key heads whose turns run side by side. With the value 64 for narrow heads, a batch of 8 rows of 2k
-    tokens takes 1.3 times as long as with 16, because the cache does not hold so many heads. With the value 8 for wide
-    heads, the kernel takes 1.1 times as long under a mask."""
+    heads_at_once: int
+    """The most key heads whose turns run side by side: as many as the cache holds of short rows."""
     ratio_at_once: int
     """The least ratio of a turn's steps to the number of turns of its key head that run at once; each of these turns
     begins 1.5 steps after the one before, with wide heads more."""
     ratio_if_all: int
     """The least ratio of a turn's steps to the number of turns of its head that would run at once if all heads ran side
-    by side. Below it, turns wait too long for each other. With the value 8, under a causal mask, a simulation of the
-    waits gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 times as long, and 2.2 times
-    with wide heads."""
+    by side: a turn has at least so many times `PROGRAMS / heads` steps. Below it, turns wait too long for each other,
+    and two passes (one for dk and dv, one for dq) are faster."""
 
 
-_NARROW: Final = _Limits(together=16, ratio_at_once=16, ratio_if_all=8)
-_WIDE: Final = _Limits(together=4, ratio_at_once=31, ratio_if_all=2)
+_NARROW: Final = _Limits(heads_at_once=16, ratio_at_once=16, ratio_if_all=8)
+_WIDE: Final = _Limits(heads_at_once=4, ratio_at_once=31, ratio_if_all=2)
 
 
-def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tuple[BackwardPlan, int, int]:
-    """The plan with the order of its turns, and arguments for it of `visited_tiles.table`: `programs` and `heads`."""
+class Arranged(NamedTuple):
+    """The plan with the order of its turns, and two arguments of `visited_tiles.table`."""
+
+    plan: BackwardPlan
+    turns_at_once: int
+    """`rows_at_once`: how many turns the key heads that run side by side have in all."""
+    heads: int
+    """Among how many key heads these are chosen: those of one batch row, or of all."""
+
+
+def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> Arranged:
+    """Decides the order of the turns of a block."""
     in_strips = block.bias is not None and not block.bias_fixed  # then a launch has only a few turns of each head
     if not _in_order(block, constants, plan):
-        return plan, _TOGETHER, constants.kv_heads
+        return Arranged(plan, _TURNS_AT_ONCE, constants.kv_heads)
     upwards = 0 if in_strips else _heads_upwards(block, constants, plan)
     interleaved = _heads_interleaved(block, constants, plan)
     heads = upwards or interleaved or _heads_in_order(block, constants, plan)
@@ -70,14 +76,14 @@ def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> tup
         interleaved=interleaved > 0,
         abreast=1 if upwards or in_strips else _abreast(block, constants, plan),
     )
-    return plan, heads * _turns_of_head(constants, plan), len(block.q) * constants.kv_heads
+    return Arranged(plan, heads * _turns_of_head(constants, plan), len(block.q) * constants.kv_heads)
 
 
 def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
     """Whether turns add to dq in order: if the caller wants the same bits at every run, or if it is faster.
 
-    On an H100, an ordered kernel takes 0.83 of the time with 8 heads in a group, because turns share tiles in the
-    cache, 0.94 with 2k tokens and 0.92 with documents, because dq needs no zeros, and 1.02 with 16k.
+    It is faster with large groups, whose turns share tiles in the cache, and with few tokens or documents, because dq
+    needs no zeros.
     """
     faster = constants.group >= 8 or constants.q_length <= 2048 or sparsity.scattered(block)
     return not block.rule.fused_backward or (faster and not plan.wide and enough_heads(block, constants, plan))
@@ -85,8 +91,8 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
 def enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
     """Whether enough heads run at once for turns to wait seldom. (A turn waits only for turns of the same head.)"""
-    least = -(-(_WIDE if plan.wide else _NARROW).ratio_if_all * PROGRAMS // _steps_of_all(constants, plan))
-    return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
+    least = -(-(_WIDE if plan.wide else _NARROW).ratio_if_all * plans.PROGRAMS // _steps_of_all(constants, plan))
+    return len(block.q) * constants.kv_heads >= min(plans.PROGRAMS, least)
 
 
 def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
@@ -95,18 +101,18 @@ def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan)
     The turns of one head share query tiles in the cache while they are in step. Under a causal mask they stay in step
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
     together. With documents, short turns of few heads would wait for each other, while one long document takes the
-    same time with any number of heads. With bits, too: where all queries choose the first block, other turns keep step
-    with its turn, the longest, so as many heads as may do this at once. Turns of wide heads that see all keys get out
-    of step, so no more heads run than the cache holds, but enough for every program to have a turn: with 2 heads of
-    192, not 4 (8k tokens), the backward pass takes 0.81 of the time (H100).
+    same time with any number of heads. With bits, the turn of a block that all queries choose is the longest, and the
+    other turns of its head follow it; so the limit is used in full, and as many heads as may do this at once. Turns of
+    wide heads that see all keys get out of step, so no more heads run than the cache holds, but enough for every
+    program to have a turn.
     """
     most, ratio, _ = _WIDE if plan.wide else _NARROW
     if (block.bits is not None or sparsity.scattered(block)) and not plan.wide:
         return most
     turns = _turns_of_head(constants, plan)
     if plan.wide and not constants.masked:
-        most = min(most, max(-(-PROGRAMS // turns), _heads_in_cache(constants)))
-    return min(most, max(2 * PROGRAMS // turns, ratio * PROGRAMS // _steps_of_all(constants, plan), 1))
+        most = min(most, max(-(-plans.PROGRAMS // turns), _heads_in_cache(constants)))
+    return min(most, max(2 * plans.PROGRAMS // turns, ratio * plans.PROGRAMS // _steps_of_all(constants, plan), 1))
 
 
 def _heads_upwards(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int:
@@ -115,7 +121,7 @@ def _heads_upwards(block: Block, constants: BlockConstants, plan: BackwardPlan) 
     It is the least power of two that gives every program a turn, but 0 if the cache does not hold so many heads, for
     head sizes above 128, where it takes too long to add to dq, and with documents, where turns may be short.
     """
-    heads = power_of_two(-(-PROGRAMS // _turns_of_head(constants, plan)))
+    heads = power_of_two(-(-plans.PROGRAMS // _turns_of_head(constants, plan)))
     return 0 if plan.wide or sparsity.scattered(block) or heads > _heads_in_cache(constants) else heads
 
 
@@ -124,10 +130,10 @@ def _heads_interleaved(block: Block, constants: BlockConstants, plan: BackwardPl
 
     Turns of a head then begin `heads * steps / PROGRAMS` steps apart, where `steps` is the number of steps of its first
     turn. It is the least power of two that makes this enough, but 0 if the cache does not hold so many heads. (Fewer
-    run side by side if their number does not divide by it.) Heads up to 128 hand tiles of dq over faster: interleaved,
-    they take up to 1.05 times as long as upwards.
+    run side by side if their number does not divide by it.) Heads up to 128 hand tiles of dq over faster, and go
+    upwards.
     """
-    heads = power_of_two(math.ceil(_STEPS_BETWEEN * PROGRAMS / _steps_of_all(constants, plan)))
+    heads = power_of_two(math.ceil(_STEPS_BETWEEN * plans.PROGRAMS / _steps_of_all(constants, plan)))
     return heads if plan.wide and heads <= _heads_in_cache(constants) and sparsity.causal_alone(block) else 0
 
 
@@ -135,9 +141,9 @@ def _abreast(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int
     """How many turns of neighbouring key tiles of a head begin together (`backward_turns.take_turn`).
 
     Under a causal mask, neighbouring turns that begin together end `shorter` steps apart, and so the next ones would
-    begin. With many heads in a group, each turn would then read its query tiles from memory. If the 32nd part of a
-    head's turns begins together, a call with gradients takes 0.94 to 1.01 of the time (H200); with twice as many, up
-    to 1.04, because the first of them waits for the last. Heads above 128 gain nothing.
+    begin. With many heads in a group, each turn would then read its query tiles from memory. So the 32nd part of a
+    head's turns begins together; with more, the first of them would wait too long for the last. Heads above 128 gain
+    nothing.
     """
     shorter = constants.group * plan.kv_tile // plan.q_tile
     gains = shorter >= _STEPS_SHORTER and sparsity.causal_alone(block) and not (plan.wide or constants.by_head)
@@ -148,10 +154,9 @@ def _heads_inside(block: Block, constants: BlockConstants) -> bool:
     """Whether an ordered turn visits a query tile for all heads of its group before the next tile.
 
     With all tiles for one head first, turns are soon at different heads, because they visit different numbers of tiles,
-    and share no tiles in the cache: with 8 heads in a group the kernel takes 1.13 times as long. But under a sliding
-    window, turns that run at once are at different tiles anyway, as far apart as their keys, and the cache does not
-    hold these tiles for all heads: one head at a time, a call with gradients takes 0.73 to 1.02 of the time. Options
-    that depend on the head are read once for each head, so heads come one at a time there, too.
+    and share no tiles in the cache. But under a sliding window, turns that run at once are at different tiles anyway,
+    as far apart as their keys, and the cache does not hold these tiles for all heads. Options that depend on the head
+    are read once for each head, so heads come one at a time there, too.
     """
     left = block.reach.left
     return (left is None or left >= constants.q_length) and not constants.by_head

@@ -10,9 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+from triton.language.core import float32, inline_asm_elementwise
 
 from ..availability import triton_version
-from .hardware_barriers import first_number, read_number, threads_of
+from .hardware_barriers import assembly, read_number
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
@@ -33,40 +34,33 @@ def opaque_zero(_semantic=None):
 
 
 @gluon.jit
-def again(place, places, number):
-    """Place `number` of `places`: `place` itself, or with Triton after 3.6 the same place by a new address.
+def readdress(place, stages, stage):
+    """Stage `stage` of `stages`: `place` itself, or with Triton after 3.6 the same place by a new address.
 
     Triton 3.9 computes the descriptors of all products of a step as soon as their addresses are known, and holds the
     descriptors in registers until they are used: a step then spills up to 264 more bytes to the stack. An address that
     is computed anew becomes known only here. Triton 3.6 computes each descriptor where it is used.
     """
     if _DESCRIPTORS_COME_EARLY:
-        return places[0].index(number + opaque_zero())
+        return stages[0].index(stage + opaque_zero())
     else:
         return place
 
 
-@gluon.jit
-def arrive_at_constant(NAME: gl.constexpr, place, PLAN: gl.constexpr, FROM: gl.constexpr = 0):
-    """`arrive_at` for place `FROM + place`, where `place` is 0 or 1, by two instructions with constant numbers.
+@builtin
+def arrive_at_constant(NAME, stage, PLAN, FROM=0, _semantic=None):
+    """`arrive_at` for stage `FROM + stage`, where `stage` is 0 or 1, by two instructions with constant numbers.
 
     If the number were in a register, the warp would wait until the barrier has read the register, which happens only
     after all earlier stores of the warp.
     """
-    arrive_at_either(first_number(NAME, PLAN) + FROM, place, threads_of(NAME, PLAN))
-
-
-@builtin
-def arrive_at_either(FIRST, place, THREADS, _semantic=None):
-    """Arrives, without waiting, at hardware barrier `FIRST` if `place` is 0, else at `FIRST + 1`."""
-    first, threads = (_unwrap_if_constexpr(x) for x in (FIRST, THREADS))
-    at = _semantic.to_tensor(place).handle
-    assembly = (
-        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.arrive {first}, {threads}; "
-        f"@!first bar.arrive {first + 1}, {threads};}} mov.u32 $0, 0;"
+    name, plan, start = (_unwrap_if_constexpr(x) for x in (NAME, PLAN, FROM))
+    first, threads = plan.hardware_barriers[name]
+    text = (
+        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.arrive {first + start}, {threads}; "
+        f"@!first bar.arrive {first + start + 1}, {threads};}}"
     )
-    result = _semantic.builder.get_int32_ty()
-    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)
+    assembly(text, _semantic, _semantic.to_tensor(stage).handle)
 
 
 @builtin
@@ -77,9 +71,8 @@ def softmax_first(step, _semantic=None):
     barrier instructions late. So this function adds a barrier arrival that is never executed, because no `step` is
     negative.
     """
-    at, result = _semantic.to_tensor(step).handle, _semantic.builder.get_int32_ty()
-    assembly = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; } mov.u32 $0, 0;"
-    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)
+    text = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; }"
+    assembly(text, _semantic, _semantic.to_tensor(step).handle)
 
 
 @gluon.jit
@@ -99,6 +92,25 @@ def after_arrival(product, IN_FLIGHT: gl.constexpr):
     This second wait has nothing to wait for, but keeps the assembler from delaying the arrival.
     """
     return warpgroup_mma_wait(IN_FLIGHT, deps=[product])
+
+
+@builtin
+def product_where_needed(acc, factor, _semantic=None):
+    """Multiplies the rows of an accumulator by their factors, unless all factors in the warp are 1.
+
+    A thread holds numbers of two rows, in pairs of neighbours. All threads of a warp vote, so that they take the same
+    branch; otherwise the assembler would make the products of the tensor cores wait for each other.
+    """
+    count = _unwrap_if_constexpr(acc.shape[1]) // 2
+    first, second = f"${2 * count}", f"${2 * count + 2}"
+    needed = (
+        f"setp.neu.f32 a, {first}, 0f3F800000; setp.neu.or.f32 b, {second}, 0f3F800000, a; "
+        "vote.sync.any.pred a, b, 0xffffffff; @!a bra done;"
+    )
+    products = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(count))
+    text = f"{{ .reg .pred a, b; {needed} {products} done: }}"
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
+    return inline_asm_elementwise(text, ",".join(constraints), [acc, factor], float32, True, count, _semantic=_semantic)
 
 
 @gluon.jit
@@ -126,9 +138,7 @@ def wait_for_additions(_semantic=None):
     `tma.store_wait` does not suffice: it waits only until the tiles have been read from shared memory. Nor does this
     wait in the machine code: only the fence of the counter's release waits until the sums are in global memory.
     """
-    assembly = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
-    result = _semantic.builder.get_int32_ty()
-    _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
+    assembly("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff;", _semantic)
 
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -140,7 +150,4 @@ store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_share
 @gluon.jit
 def place_as(place, TYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """A place in shared memory, read or written as numbers of another type in another shape."""
-    if _REINTERPRET:
-        return place.reinterpret(TYPE, SHAPE, LAYOUT)
-    else:
-        return place._reinterpret(TYPE, SHAPE, LAYOUT)
+    return place.reinterpret(TYPE, SHAPE, LAYOUT) if _REINTERPRET else place._reinterpret(TYPE, SHAPE, LAYOUT)

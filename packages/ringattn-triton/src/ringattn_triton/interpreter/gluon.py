@@ -303,8 +303,9 @@ def hardware_barrier(action: str, number: Any, threads: Any) -> None:
         team.wait(barrier, before)
 
 
-def arrive_at_either(first: Any, place: Any, threads: Any) -> None:
-    hardware_barrier("arrive", _integer(first) + (_integer(place) != 0), threads)
+def arrive_at_constant(name: str, stage: Any, plan: Any, start: int = 0) -> None:
+    first, threads = plan.hardware_barriers[name]
+    hardware_barrier("arrive", first + start + (_integer(stage) != 0), threads)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, is_async: Any, use_acc: Any = True) -> Product:

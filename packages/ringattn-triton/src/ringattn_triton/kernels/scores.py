@@ -9,7 +9,7 @@ import triton.language as tl
 from ringattn_core.contract import protocol
 
 from .. import kernel_inputs
-from .tokens import as_queries, visible, wide_rows
+from .tokens import as_queries, long_rows, visible
 
 LOG2_E: tl.constexpr = tl.constexpr(kernel_inputs.LOG2_E)
 BIAS_FORBIDS: tl.constexpr = tl.constexpr(protocol.BIAS_FORBIDS)
@@ -64,9 +64,9 @@ def biases(queries, keys, head, F: tl.constexpr):
     """Loads the bias of a tile; 0 if there is none. Called before the products, so that the load overlaps with them."""
     if F.bias:
         if F.bias_key == 1:
-            return tl.load(head.bias + (wide_rows(queries, F) * F.bias_query + keys.column))
+            return tl.load(head.bias + (long_rows(queries, F) * F.bias_query + keys.column))
         else:
-            column = keys.column.to(tl.int64) if F.wide_scores else keys.column
+            column = keys.column.to(tl.int64) if F.long_score_offsets else keys.column
             return tl.load(head.bias + (queries.row * F.bias_query + column * F.bias_key))
     else:
         return 0
@@ -80,7 +80,7 @@ def scored(bent_product, bias, queries, keys, head, F: tl.constexpr):
         s = s * F.unbend
     if F.bias:
         s = biased(s, bias)
-    if F.distances:
+    if F.slopes:
         s = s - lost_by_distance(head, F, False) * distance(queries, keys)
     return s
 
@@ -101,7 +101,7 @@ def lost_by_distance(head, F: tl.constexpr, OVER_UNBEND: tl.constexpr):
 @triton.jit
 def with_per_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
     """Adds to `sums` each query's part of the gradient of the ALiBi slope, `-ds * distance`, if there is a slope."""
-    if F.per_head_gradient:
+    if F.slopes:
         sums -= tl.sum(ds * distance(queries, keys), 1)
     return sums
 

@@ -12,21 +12,21 @@ import triton.language as tl
 
 
 class Visit(NamedTuple):
-    """The tiles that a program visits: `masked` tiles that need a mask, and `full_to - full_from` that need none.
+    """The tiles that a program visits: `masked` tiles that need a mask, and `whole_to - whole_from` that need none.
 
     There are three forms:
 
-    - no list (not `T.listed`): tiles `full_from` to `full_to - 1` need no mask. `before` tiles from `lo` on, and the
+    - no list (not `T.listed`): tiles `whole_from` to `whole_to - 1` need no mask. `before` tiles from `lo` on, and the
       other tiles from `after` on, need one.
-    - a list and a run (`T.listed` and `T.run`): tiles `full_from` to `full_to - 1` need no mask. `listed` points to the
-      numbers of the tiles that need one; the first `before` of these tiles precede the run.
+    - a list and a run (`T.listed` and `T.run`): tiles `whole_from` to `whole_to - 1` need no mask. `listed` points to
+      the numbers of the tiles that need one; the first `before` of these tiles precede the run.
     - a list only: `listed` points to the numbers of all tiles. The first `masked` entries need a mask, and entries
-      `full_from` to `full_to - 1` need none. `before` is `masked`.
+      `whole_from` to `whole_to - 1` need none. `before` is `masked`.
     """
 
     masked: Any
-    full_from: Any
-    full_to: Any
+    whole_from: Any
+    whole_to: Any
     lo: Any
     before: Any
     after: Any
@@ -37,13 +37,13 @@ class Visit(NamedTuple):
 def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
     """The tile, batch row and head of turn number `turn`; a turn is the work on one tile of one head.
 
-    Consecutive turns work on the same tile of `T.together` heads, then on the next tile of these heads. `T.together` is
-    small enough for the data of these heads to stay in the cache, and large enough to fill the device until the last
-    long tile ends.
+    Consecutive turns work on the same tile of `T.heads_at_once` heads, then on the next tile of these heads.
+    `T.heads_at_once` is small enough for the data of these heads to stay in the cache, and large enough to fill the
+    device until the last long tile ends.
     """
-    rest = turn % (T.rows * T.together)
-    number = turn // (T.rows * T.together) * T.together + rest % T.together
-    return rest // T.together, number // HEADS, number % HEADS
+    rest = turn % (T.rows * T.heads_at_once)
+    number = turn // (T.rows * T.heads_at_once) * T.heads_at_once + rest % T.heads_at_once
+    return rest // T.heads_at_once, number // HEADS, number % HEADS
 
 
 @triton.jit
@@ -64,17 +64,17 @@ def visit(BOUNDS, TILES, batch, kv_head, row, T: tl.constexpr):
     bounds = BOUNDS + at * 4
     first = tl.load(bounds)
     second = tl.load(bounds + 1)
-    full_from = first
-    full_to = second
+    whole_from = first
+    whole_to = second
     if T.run:
-        full_from = tl.load(bounds + 2)
-        full_to = tl.load(bounds + 3)
+        whole_from = tl.load(bounds + 2)
+        whole_to = tl.load(bounds + 3)
     if T.listed:
         before = second if T.run else first
-        return Visit(first, full_from, full_to, 0, before, 0, TILES + at.to(tl.int64) * T.columns)
+        return Visit(first, whole_from, whole_to, 0, before, 0, TILES + at.to(tl.int64) * T.columns)
     else:
-        before = full_from - first
-        return Visit(before + second - full_to, full_from, full_to, first, before, full_to, 0)
+        before = whole_from - first
+        return Visit(before + second - whole_to, whole_from, whole_to, first, before, whole_to, 0)
 
 
 @triton.jit
@@ -90,8 +90,9 @@ def masked_tile(visited, step, T: tl.constexpr):
 
 
 @triton.jit
-def full_tile(visited, step, T: tl.constexpr):
-    """The number of the tile without a mask visited at `full_from <= step < full_to`; arbitrary past the last step."""
+def whole_tile(visited, step, T: tl.constexpr):
+    """The number of the tile without a mask visited at `whole_from <= step < whole_to`; arbitrary past the last
+    step."""
     if T.run:
         return step
     else:
@@ -105,10 +106,10 @@ def over_visited(ADDED: tl.constexpr, sums, given, visited, F: tl.constexpr, T: 
     `ADDED(sums, given, tile, F, MASKED)` returns `sums` plus what tile number `tile` contributes. `given` is passed to
     every call. `MASKED`: the tile needs a mask.
     """
-    ahead = full_tile(visited, visited.full_from, T)
-    for step in tl.range(visited.full_from, visited.full_to):
-        tile = full_tile(visited, step, T) if T.run else ahead
-        ahead = full_tile(visited, step + 1, T)
+    ahead = whole_tile(visited, visited.whole_from, T)
+    for step in tl.range(visited.whole_from, visited.whole_to):
+        tile = whole_tile(visited, step, T) if T.run else ahead
+        ahead = whole_tile(visited, step + 1, T)
         sums = ADDED(sums, given, tile, F, False)
     ahead = masked_tile(visited, 0, T)
     for step in tl.range(0, visited.masked):
@@ -140,13 +141,13 @@ def in_registers(x, DIM: tl.constexpr):
 
 
 @triton.jit
-def vectors(pointers, tokens, dims, F_LENGTH, SIZE, TOKENS: tl.constexpr, DIMS: tl.constexpr):
-    """Loads a tile of vectors; zeros from token `F_LENGTH` on if `TOKENS`, and from dimension `SIZE` on if `DIMS`."""
-    if TOKENS and DIMS:
-        return tl.load(pointers, mask=(tokens < F_LENGTH) & (dims < SIZE), other=0.0)
-    elif TOKENS:
-        return tl.load(pointers, mask=tokens < F_LENGTH, other=0.0)
-    elif DIMS:
+def vectors(pointers, tokens, dims, LENGTH, SIZE, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
+    """Loads a tile of vectors; zeros from token `LENGTH` on if `MASK_TOKENS`, and from `SIZE` on if `MASK_DIMS`."""
+    if MASK_TOKENS and MASK_DIMS:
+        return tl.load(pointers, mask=(tokens < LENGTH) & (dims < SIZE), other=0.0)
+    elif MASK_TOKENS:
+        return tl.load(pointers, mask=tokens < LENGTH, other=0.0)
+    elif MASK_DIMS:
         return tl.load(pointers, mask=dims < SIZE, other=0.0)
     else:
         return tl.load(pointers)

@@ -105,7 +105,7 @@ def of_rows(P, batch, head, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr,
     if F.above:
         at = _of_head(batch, head, F.q_last_batch, F.q_last_head) + row
         high = as_queries(tl.load(P.q_last + at), BY_KEYS)
-    if F.distances:
+    if F.slopes:
         position = as_queries(tl.load(P.q_positions + (batch * F.q_positions_batch + row)), BY_KEYS)
     if F.dropout:
         index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)
@@ -203,13 +203,13 @@ def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
     if F.grain > 1:
         return _bits_of_blocks(words, queries, keys, F)
     elif KV_TILE < 32 or not SPREAD:
-        word = tl.load(words + (wide_rows(queries, F) * F.mask_query + keys.column // 32))
+        word = tl.load(words + (long_rows(queries, F) * F.mask_query + keys.column // 32))
         return ((word >> (keys.column % 32).to(tl.uint32)) & 1) != 0
     else:
         column = keys.start // 32 + tl.arange(0, KV_TILE // 32)
         if F.kv_length % KV_TILE != 0:
             column = tl.minimum(column, F.mask_query - 1)
-        word = tl.load(words + (wide_rows(queries, F) * F.mask_query + as_keys(column, BY_KEYS)))
+        word = tl.load(words + (long_rows(queries, F) * F.mask_query + as_keys(column, BY_KEYS)))
         bit = tl.arange(0, 32).to(word.dtype)
         if BY_KEYS:
             return tl.reshape((word[:, None, :] >> bit[None, :, None]) & 1, (KV_TILE, Q_TILE)) != 0
@@ -222,7 +222,7 @@ def _bits_of_blocks(words, queries, keys, F: tl.constexpr):
     """`_mask_bits` for bits that are for several keys: as a column, or row, if the tile has one bit for each query."""
     KV_TILE: tl.constexpr = keys.column.numel
     ONE: tl.constexpr = F.grain % KV_TILE == 0
-    row = wide_rows(queries, F) // F.mask_rows * F.mask_query
+    row = long_rows(queries, F) // F.mask_rows * F.mask_query
     first = keys.start // F.grain
     if ONE:
         word = tl.load(words + (row + first // 32))
@@ -237,9 +237,9 @@ def _bits_of_blocks(words, queries, keys, F: tl.constexpr):
 
 
 @triton.jit
-def wide_rows(queries, F: tl.constexpr):
+def long_rows(queries, F: tl.constexpr):
     """The indices of a tile's queries in the block; int64 if offsets into an array `[queries, keys]` exceed int32."""
-    if F.wide_scores:
+    if F.long_score_offsets:
         return queries.row.to(tl.int64)
     else:
         return queries.row

@@ -13,7 +13,7 @@ import triton.language as tl
 def table(
     SEEN, FIRST, LAST, KEYS, BOUNDS, TILES, RANKS, COUNTERS,
     E: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
-    LISTED: tl.constexpr, RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr, LINE_PROGRAMS: tl.constexpr,
+    LISTED: tl.constexpr, RUN: tl.constexpr, LINES_EACH: tl.constexpr, CHUNK: tl.constexpr, LINE_PROGRAMS: tl.constexpr,
     RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr, COUNT: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Writes the arrays of a `Table` (`ringattn_triton.visited_tiles`); `COUNTERS` gets `COUNT` zeros.
@@ -21,7 +21,7 @@ def table(
     What a row sees of a column is a code: 0 for an invisible tile, 1 for a tile that needs a mask, 2 for a tile that
     needs none. The bitmap `SEEN [g, rows, columns]` holds the codes; if `E`, a `visited_tiles.Ends`, is given, they
     follow from positions that do not decrease (`_codes`). Each of the first `LINE_PROGRAMS` programs writes `BOUNDS`
-    and `TILES` for `TOGETHER` rows. Each other program writes `RANKS` for `RANK_COLUMNS` columns. All programs write
+    and `TILES` for `LINES_EACH` rows. Each other program writes `RANKS` for `RANK_COLUMNS` columns. All programs write
     zeros, `ZEROS` at a time.
     """
     program = tl.program_id(0)
@@ -30,7 +30,7 @@ def table(
         tl.store(COUNTERS + at, tl.zeros([ZEROS], tl.int32), mask=at < COUNT)
     if program < LINE_PROGRAMS:
         _lines(
-            program, (SEEN, FIRST, LAST, KEYS), BOUNDS, TILES, E, GROUPS, ROWS, COLUMNS, WHOLE, LISTED, RUN, TOGETHER,
+            program, (SEEN, FIRST, LAST, KEYS), BOUNDS, TILES, E, GROUPS, ROWS, COLUMNS, WHOLE, LISTED, RUN, LINES_EACH,
             CHUNK,
         )  # fmt: skip
     else:
@@ -101,26 +101,26 @@ def _ranks(
 def _lines(
     program, arrays, BOUNDS, TILES,
     E: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
-    LISTED: tl.constexpr, RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
+    LISTED: tl.constexpr, RUN: tl.constexpr, LINES_EACH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes `BOUNDS` and `TILES` for the `TOGETHER` rows of this program, of the `ROWS` rows of each of `GROUPS`.
+    """Writes `BOUNDS` and `TILES` for the `LINES_EACH` rows of this program, of the `ROWS` rows of each of `GROUPS`.
 
     From column `WHOLE` on, every visible tile needs a mask. If `RUN`, the run of a row is the longest run of its tiles
     that need no mask; if several are equally long, the last of them.
     """
     LINES: tl.constexpr = GROUPS * ROWS
-    line = program * TOGETHER + tl.arange(0, TOGETHER)
+    line = program * LINES_EACH + tl.arange(0, LINES_EACH)
     inside = (line < LINES)[:, None]
     wide = line.to(tl.int64)
     group = tl.minimum(line // ROWS, GROUPS - 1)[:, None]
     row = (line % ROWS)[:, None]
 
-    lo = tl.full([TOGETHER], COLUMNS, tl.int32)
-    hi = tl.zeros([TOGETHER], tl.int32)
-    every = tl.zeros([TOGETHER], tl.int32)
-    unmasked = tl.zeros([TOGETHER], tl.int32)
-    gap = tl.full([TOGETHER], -1, tl.int32)
-    end = tl.zeros([TOGETHER], tl.int32)
+    lo = tl.full([LINES_EACH], COLUMNS, tl.int32)
+    hi = tl.zeros([LINES_EACH], tl.int32)
+    every = tl.zeros([LINES_EACH], tl.int32)
+    unmasked = tl.zeros([LINES_EACH], tl.int32)
+    gap = tl.full([LINES_EACH], -1, tl.int32)
+    end = tl.zeros([LINES_EACH], tl.int32)
     for start in range(0, COLUMNS, CHUNK):
         number, some, whole = _of_chunk(arrays, group, row, inside, start, E, ROWS, COLUMNS, WHOLE, CHUNK)
         if RUN:
@@ -140,32 +140,32 @@ def _lines(
             every += tl.sum(some.to(tl.int32), 1)
 
     bounds = BOUNDS + wide * 4
-    full_lo = tl.zeros([TOGETHER], tl.int32)
-    full_hi = full_lo
+    whole_lo = tl.zeros([LINES_EACH], tl.int32)
+    whole_hi = whole_lo
     if RUN:
         lo = tl.where(hi > 0, lo, 0)
-        full_hi = tl.where(unmasked > 0, end, lo)
-        full_lo = full_hi - unmasked
+        whole_hi = tl.where(unmasked > 0, end, lo)
+        whole_lo = whole_hi - unmasked
     masked = every - unmasked
     tl.store(bounds, masked if LISTED else lo, mask=line < LINES)
     if not (LISTED and RUN):
         tl.store(bounds + 1, every if LISTED else hi, mask=line < LINES)
-    tl.store(bounds + 2, full_lo, mask=line < LINES)
-    tl.store(bounds + 3, full_hi, mask=line < LINES)
+    tl.store(bounds + 2, whole_lo, mask=line < LINES)
+    tl.store(bounds + 3, whole_hi, mask=line < LINES)
     if LISTED:
         listed = TILES + wide[:, None] * COLUMNS
-        masked_before = tl.zeros([TOGETHER], tl.int32)
-        before_run = tl.zeros([TOGETHER], tl.int32)
+        masked_before = tl.zeros([LINES_EACH], tl.int32)
+        before_run = tl.zeros([LINES_EACH], tl.int32)
         whole_before = masked
         for start in range(0, COLUMNS, CHUNK):
             number, some, whole = _of_chunk(arrays, group, row, inside, start, E, ROWS, COLUMNS, WHOLE, CHUNK)
             if RUN:
-                whole = (full_lo[:, None] <= number) & (number < full_hi[:, None])
+                whole = (whole_lo[:, None] <= number) & (number < whole_hi[:, None])
             masked_here = (some & ~whole).to(tl.int32)
             place = masked_before[:, None] + tl.cumsum(masked_here, 1) - 1
             masked_before += tl.sum(masked_here, 1)
             if RUN:
-                before_run += tl.sum(tl.where(number < full_lo[:, None], masked_here, 0), 1)
+                before_run += tl.sum(tl.where(number < whole_lo[:, None], masked_here, 0), 1)
                 tl.store(listed + place, number, mask=masked_here != 0)
             else:
                 whole_here = whole.to(tl.int32)

@@ -70,7 +70,7 @@ def _of_queries(
     batch, length, heads, _ = block.q.shape
     outputs = [
         jax.ShapeDtypeStruct(block.q.shape, _dtype(block, block.q)),
-        jax.ShapeDtypeStruct((batch, heads, length) if inputs.constants.per_head_gradient else (1,), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, length) if inputs.constants.slopes else (1,), jnp.float32),
         jax.ShapeDtypeStruct(
             (1,) if strips is None else (batch, heads, strips.rows, strips.columns, *tiles), block.q.dtype
         ),

@@ -38,12 +38,14 @@ def backward_keys(
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
-    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (offset_of(columns, F.k_token, F.wide) + dims)
+    k_pointers = (
+        K + wide_batch * F.k_batch + kv_head * F.k_head + (offset_of(columns, F.k_token, F.long_offsets) + dims)
+    )
     k = vectors(k_pointers, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, DIM_RAGGED)
     if IN_REGISTERS:
         k = in_registers(k, DIM)
     v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
-    v_pointers = V + v_first + (offset_of(columns, F.v_token, F.wide) + value_dims)
+    v_pointers = V + v_first + (offset_of(columns, F.v_token, F.long_offsets) + value_dims)
     v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED)
 
     rows = tl.arange(0, Q_TILE)[:, None]
@@ -62,8 +64,8 @@ def backward_keys(
     if F.stacked:
         DV = DK + F.v_start
     token = wide_batch * F.kv_length * F.kv_heads + kv_head
-    dk_at = token * F.head_dim + offset_of(columns, F.kv_heads * F.head_dim, F.wide) + dims
-    dv_at = token * F.value_dim + offset_of(columns, F.kv_heads * F.value_dim, F.wide) + value_dims
+    dk_at = token * F.head_dim + offset_of(columns, F.kv_heads * F.head_dim, F.long_offsets) + dims
+    dv_at = token * F.value_dim + offset_of(columns, F.kv_heads * F.value_dim, F.long_offsets) + value_dims
     inside = columns < F.kv_length
     dk = scaled(dk, k, F)
     if KV_RAGGED or DIM_RAGGED:
@@ -95,10 +97,10 @@ def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     keep = 0
     if F.dropout:
         keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, True)
-    q_to = offset_of(start, F.heads * F.head_dim, F.wide)
+    q_to = offset_of(start, F.heads * F.head_dim, F.long_offsets)
     q = vectors(q_pointers + q_to, rows[:, None], dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
     bent_product = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)
-    dout_to = offset_of(start, F.heads * F.value_dim, F.wide)
+    dout_to = offset_of(start, F.heads * F.value_dim, F.long_offsets)
     dout = vectors(
         dout_pointers + dout_to, rows[:, None], value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM
     )
@@ -146,11 +148,11 @@ def backward_queries(
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
     first = wide_batch * F.q_length * F.heads + head_number
-    q_at = first * F.head_dim + offset_of(rows, F.heads * F.head_dim, F.wide) + dims
+    q_at = first * F.head_dim + offset_of(rows, F.heads * F.head_dim, F.long_offsets) + dims
     q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
     if IN_REGISTERS:
         q = in_registers(q, DIM)
-    dout_at = first * F.value_dim + offset_of(rows, F.heads * F.value_dim, F.wide) + value_dims
+    dout_at = first * F.value_dim + offset_of(rows, F.heads * F.value_dim, F.long_offsets) + value_dims
     dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
     lse, delta = backward_rows(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
@@ -176,7 +178,7 @@ def backward_queries(
         tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
     else:
         tl.store(DQ + q_at, dq)
-    if F.per_head_gradient:
+    if F.slopes:
         tl.store(DHEADS + row_at, dhead, mask=line < F.q_length)
 
 
@@ -200,15 +202,15 @@ def _added_to_queries(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     keep = 0
     if F.dropout:
         keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, False)
-    at = offset_of(start, F.k_token, F.wide)
+    at = offset_of(start, F.k_token, F.long_offsets)
     k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     bent_product = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
-    at = offset_of(start, F.v_token, F.wide)
+    at = offset_of(start, F.v_token, F.long_offsets)
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
     _, ds, dproduct = derivatives(bent_product, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED)
     dhead = with_per_head_gradient(dhead, ds, queries, keys, F)
     if IN_STRIPS:
-        keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
+        keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.long_score_offsets), ds, F)
     dq = tl.dot(narrowed(dproduct, k, F), k, dq, input_precision=F.precision)
     return dq, dhead

@@ -16,7 +16,7 @@ from ringattn_core.contract import ordering
 from ringattn_core.contract.protocol import Block
 
 from ..launch import launch
-from ..visited_tiles import PROGRAMS, together
+from ..visited_tiles import ENOUGH_PROGRAMS, heads_at_once
 from .bias_sums_kernel import bias_sums
 
 PROGRAMS_PER_STRIP: Final = 264
@@ -29,11 +29,11 @@ MOST_STRIPS: Final = 16
 class Strips:
     """The size of a strip: `rows` own tiles of each of `heads` query heads, by all `columns` tiles of the other side.
 
-    In the kernel that computes `ds`, `together` heads run side by side; `bias_sums` reads the other fields only.
+    In the kernel that computes `ds`, `heads_at_once` heads run side by side; `bias_sums` reads the other fields only.
     """
 
     rows: int
-    together: int
+    heads_at_once: int
     heads: int
     columns: int
 
@@ -42,7 +42,7 @@ def strips(block: Block, rows: int, columns: int) -> Strips:
     """The size of the strips for a block of `rows` query tiles by `columns` key tiles."""
     batch, _, heads, _ = block.q.shape
     rows = min(max(PROGRAMS_PER_STRIP // (batch * heads), -(-rows // MOST_STRIPS), 1), rows)
-    return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
+    return Strips(rows, heads_at_once(rows, heads, ENOUGH_PROGRAMS), heads, columns)
 
 
 def first_tile(number: int, token: jax.Array | None) -> Int32[Array, " 1"]:

@@ -49,7 +49,7 @@ def forward(
     DIM_RAGGED: tl.constexpr = F.head_dim != DIM
     VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
     q_at = wide_batch * F.q_length * F.heads * F.head_dim
-    q_row = offset_of(rows, F.heads * F.head_dim, F.wide) + head_number * F.head_dim
+    q_row = offset_of(rows, F.heads * F.head_dim, F.long_offsets) + head_number * F.head_dim
     q_pointers = Q + q_at + q_row[:, None] + dims[None, :]
     q = vectors(q_pointers, rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
     if IN_REGISTERS:
@@ -61,7 +61,7 @@ def forward(
     v_pointers = V + v_first + (columns[:, None] * F.v_token + value_dims[None, :])
 
     lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
-    out_row = offset_of(rows, F.heads * F.value_dim, F.wide) + head_number * F.value_dim
+    out_row = offset_of(rows, F.heads * F.value_dim, F.long_offsets) + head_number * F.value_dim
     out_at = wide_batch * F.q_length * F.heads * F.value_dim + out_row[:, None] + value_dims[None, :]
     if FRESH:
         acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
@@ -118,7 +118,7 @@ def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     columns = start + tl.arange(0, KV_TILE)
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
-    at = offset_of(tile, KV_TILE * F.k_token, F.wide)
+    at = offset_of(tile, KV_TILE * F.k_token, F.long_offsets)
     k = vectors(k_pointers + at, columns[None, :], dims[:, None], F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     keys = of_keys(P, batch, start, F, KV_TILE, False)
     bias = biases(queries, keys, head, F)
@@ -138,7 +138,7 @@ def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     total = total * shrink + tl.sum(p, 1)
     if F.dropout:
         p = p * keep
-    at = offset_of(tile, KV_TILE * F.v_token, F.wide)
+    at = offset_of(tile, KV_TILE * F.v_token, F.long_offsets)
     v = vectors(
         v_pointers + at, columns[:, None], value_dims[None, :], F.kv_length, F.value_dim, KV_RAGGED,
         F.value_dim != VALUE_DIM,

@@ -13,7 +13,7 @@ from ..kernel_inputs import BlockConstants, padded_dim
 from ..launch.target import Target
 
 _SMALLEST_TILE: Final = 16
-_WIDE_PRODUCTS: Final = (90, 100, 103)
+_WARPGROUP_PRODUCTS: Final = (90, 100, 103)
 """Compute capabilities whose tensor cores multiply 64 rows at once and can read both operands from shared memory."""
 
 
@@ -61,7 +61,7 @@ def forward(block: Block, constants: BlockConstants, target: Target, default: Sc
     itemsize, share = block.q.dtype.itemsize, _share(block, constants, target)
     if default is None:
         short = share and target.kind == "cuda"
-        default = _SHORT if short else _forward_by_family(constants, itemsize, constants.largest_dim, target)
+        default = _SHORT if short else _forward_by_device(constants, itemsize, constants.largest_dim, target)
     schedule = _chosen(default, constants, itemsize, block.rule.fwd_params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
     return dataclasses.replace(schedule, in_registers=in_registers, sharing=_SHARED if share else 1)
@@ -79,7 +79,7 @@ def _share(block: Block, constants: BlockConstants, target: Target) -> bool:
     return measured and fits and not by_head and block.reach.span <= _SHORT_WINDOW
 
 
-def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
+def _forward_by_device(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
     """The forward kernel's default: on Hopper the fastest that was measured, elsewhere one that spills few registers.
 
     Exact float32 products do not run on tensor cores: their operands are in registers, so tiles are small. Dropout
@@ -90,14 +90,14 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
     if itemsize == 4:
         if constants.precision == "ieee":
             return Schedule(64 if dim <= 128 else 32, 16, 8, 2)
-        if constants.precision == "tf32" and _wide_products(target) and dim <= 128:
+        if constants.precision == "tf32" and _warpgroup_products(target) and dim <= 128:
             return Schedule(128, 64, 8, 2)
-        if _wide_products(target) and dim <= 128:
+        if _warpgroup_products(target) and dim <= 128:
             return Schedule(32, 64, 4, 2)
         return Schedule(64, 32, 4, 2) if dim <= 128 else Schedule(32, 16, 8, 2)
     if target.kind == "rocm":
         return Schedule(128 if dim <= 128 else 64, 64 if dim <= 64 else 32, 4, 1)
-    if _wide_products(target):
+    if _warpgroup_products(target):
         if dim > 128:
             return Schedule(128, 32 if constants.dropout or constants.bias else 64, 8, 2)
         # Two programs share a multiprocessor: one multiplies while the other takes exponentials, begins or ends.
@@ -112,7 +112,7 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
 def backward_keys(block: Block, constants: BlockConstants, target: Target) -> Schedule:
     """The dk and dv kernel's schedule: the device's default, except for sizes that the caller fixes in `bwd_params`."""
     itemsize, params = block.q.dtype.itemsize, block.rule.bwd_params
-    default = _backward_keys_by_family(constants, itemsize, constants.largest_dim, target)
+    default = _backward_keys_by_device(constants, itemsize, constants.largest_dim, target)
     small = sparsity.scattered(block) and _keys_fit_registers(constants, itemsize, target)
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
     if small and fixed == (None, None, None):
@@ -123,7 +123,7 @@ def backward_keys(block: Block, constants: BlockConstants, target: Target) -> Sc
     return dataclasses.replace(schedule, in_registers=in_registers)
 
 
-def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
+def _backward_keys_by_device(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
     """The dk and dv kernel's default schedule.
 
     A program holds k, v, dk and dv of its keys, so most tiles have at most as many queries as keys.
@@ -131,10 +131,10 @@ def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int,
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
-        if constants.precision != "ieee" and _wide_products(target) and dim <= 128:
+        if constants.precision != "ieee" and _warpgroup_products(target) and dim <= 128:
             return Schedule(64 if dim <= 64 else 32, 32, 4, 2)
         return Schedule(16, 16 if dim > 128 else 32 if dim > 64 else 64, 8, 2)
-    if _wide_products(target):
+    if _warpgroup_products(target):
         if dim > 128:
             return Schedule(32, 64, 8, 2)
         if constants.bias and (constants.dropout or constants.bias_key == 1):
@@ -151,29 +151,28 @@ def backward_queries(block: Block, constants: BlockConstants, target: Target) ->
     itemsize, params = block.q.dtype.itemsize, block.rule.bwd_params
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
-    default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
+    default = _backward_queries_by_device(constants, itemsize, constants.largest_dim, target)
     schedule = _chosen(default, constants, itemsize, params, target)
     short = schedule.q_tile <= 64 or constants.dropout
     in_registers = short and constants.largest_dim > 64 and _operand_fits_registers(constants, itemsize, target)
     return dataclasses.replace(schedule, in_registers=in_registers)
 
 
-def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
+def _backward_queries_by_device(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
-        if constants.precision != "ieee" and _wide_products(target) and dim <= 128:
+        if constants.precision != "ieee" and _warpgroup_products(target) and dim <= 128:
             return Schedule(32, 64, 4, 2)
         return Schedule(16 if dim > 128 else 32 if dim > 64 else 64, 16, 8, 2)
-    if _wide_products(target):
+    if _warpgroup_products(target):
         if dim > 128:
             return Schedule(128, 32, 8, 2)
         if constants.bias or (constants.dropout and dim > 64):
             return Schedule(128, 64, 8, 3)
         if dim <= 64:
             short = constants.below or constants.segments or constants.masks
-            light = constants.plain and not (constants.capped or constants.dropout)
-            return Schedule(128, 64, 4, 3) if light and not short else Schedule(64, 64, 4, 3)
+            return Schedule(128, 64, 4, 3) if constants.only_masks and not short else Schedule(64, 64, 4, 3)
         return Schedule(64, 64, 4, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
 
@@ -201,8 +200,8 @@ def _chosen(
     return schedule
 
 
-def _wide_products(target: Target) -> bool:
-    return target.kind == "cuda" and target.capability in _WIDE_PRODUCTS
+def _warpgroup_products(target: Target) -> bool:
+    return target.kind == "cuda" and target.capability in _WARPGROUP_PRODUCTS
 
 
 def _operand_fits_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
@@ -212,7 +211,7 @@ def _operand_fits_registers(constants: BlockConstants, itemsize: int, target: Ta
 
 def _keys_fit_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
     """Whether the kernel of dk and dv can keep k in registers beside documents: only with few other options."""
-    light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
+    light = constants.only_masks and not constants.masks
     wide = constants.largest_dim > 64
     return light and wide and _operand_fits_registers(constants, itemsize, target)
 
