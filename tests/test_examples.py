@@ -13,16 +13,21 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIBRARIES = ("jax_nn", "linen", "nnx", "equinox")
-ARCHITECTURES = sorted(path.stem for path in EXAMPLES.glob("cookbook/*.py") if path.stem != "one_device")
+ARCHITECTURES = sorted(path.stem for path in EXAMPLES.glob("cookbook/*.py") if path.stem not in ("dense", "one_device"))
 
 # XLA's optimiser takes most of the time of an example; sessions of nox pass more flags against it.
 UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-# With `expand`: the bytes of a token that travel at each hop, and those of its gradient.
+# The bytes of a token that travel at each hop of a ring: in a forward pass, and in a forward and a backward pass, in
+# which keys travel once more, and their gradients.
+LATENT = 4 * (12 + 8)  # the latent and the rotated key; keys and values have 4 * 8 * (24 + 16)
+PROJECTED = 4 * 2 * 32  # keys, which are the values too; positions have 4 more
+KEYS, INDEX_KEY = 4 * 4 * (16 + 16), 4 * 16
 SENT = {
-    "deepseek": (4 * (12 + 8), 4 * (12 + 8)),  # the latent and the rotated key; keys and values have 4 * 8 * (24 + 16)
-    "gemma4": (4 * 2 * 32 + 4, 4 * 2 * 32),  # keys, which are the values too, and the position
-    "eight_bits": (2 * 4 * (16 + 4), 2 * 4 * 4),  # keys and values of one byte, and scales of four
+    "deepseek": (LATENT, 3 * LATENT),
+    "gemma4": (PROJECTED + 4, 2 * (PROJECTED + 4) + PROJECTED),
+    "eight_bits": (2 * 4 * (16 + 4), 2 * 2 * 4 * (16 + 4) + 2 * 4 * 4),  # of one byte, and scales of four
+    "minimax_blocks": (KEYS + INDEX_KEY, 3 * KEYS + INDEX_KEY),  # a choice has no backward pass
 }
 
 
@@ -70,7 +75,7 @@ def test_a_recipe_of_the_cookbook_gives_the_results_of_one_device(architecture: 
 
 
 @pytest.mark.parametrize("architecture", SENT)
-def test_a_recipe_with_expand_sends_only_the_arrays_from_which_a_rank_computes_keys_and_values(architecture: str):
+def test_a_recipe_sends_so_many_bytes_of_each_token(architecture: str):
     code = f"""
 import functools, json, sys
 sys.path.insert(0, "cookbook")
@@ -89,10 +94,9 @@ for compute in (recipe.layer, functools.partial(one_device.results, recipe.layer
     result = run("-c", code)
     assert result.returncode == 0, result.stderr
     forward, both = map(json.loads, result.stdout.splitlines())
-    keys, gradients = SENT[architecture]
     hops, tokens = 3, 2 * 256 // 4
-    assert sum(map(size, forward)) == hops * tokens * keys, forward
-    assert sum(map(size, both)) == hops * tokens * (2 * keys + gradients), both
+    for arrays, wanted in zip((forward, both), SENT[architecture], strict=True):
+        assert sum(map(size, arrays)) == hops * tokens * wanted, arrays
 
 
 def size(array: str) -> int:
