@@ -27,6 +27,8 @@ SENT = {
     "deepseek": (LATENT, 3 * LATENT),
     "gemma4": (PROJECTED + 4, 2 * (PROJECTED + 4) + PROJECTED),
     "eight_bits": (2 * 4 * (16 + 4), 2 * 2 * 4 * (16 + 4) + 2 * 4 * 4),  # of one byte, and scales of four
+    # Attention and two rounds of `teach` take the latent; the choice and both rounds take the key of the indexer.
+    "deepseek_sparse": (2 * LATENT + 2 * INDEX_KEY, 5 * LATENT + 4 * INDEX_KEY),
     "minimax_blocks": (KEYS + INDEX_KEY, 3 * KEYS + INDEX_KEY),  # a choice has no backward pass
 }
 
@@ -96,7 +98,9 @@ for compute in (recipe.layer, functools.partial(one_device.results, recipe.layer
     forward, both = map(json.loads, result.stdout.splitlines())
     hops, tokens = 3, 2 * 256 // 4
     for arrays, wanted in zip((forward, both), SENT[architecture], strict=True):
-        assert sum(map(size, arrays)) == hops * tokens * wanted, arrays
+        # XLA sends a key of the indexer once where the first hops of two loops need it.
+        least = hops - 1 if architecture == "deepseek_sparse" else hops
+        assert least * tokens * wanted <= sum(map(size, arrays)) <= hops * tokens * wanted, arrays
 
 
 def size(array: str) -> int:
