@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -60,6 +61,19 @@ def test_decoding_gives_what_one_pass_over_the_sequence_gives():
     result = run("decode.py", "--room", "128", "--chunk", "32", "--steps", "3")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(" as in one pass") == 3
+
+
+def test_a_model_learns_with_chosen_blocks_and_writes_what_its_indexer_chooses(tmp_path: Path):
+    short = ("--length", "128", "--before", "12", "--steps", "4", "--held-out", "2", "--out", str(tmp_path))
+    result = run("train_selected.py", *short)
+    assert result.returncode == 0, result.stderr
+    losses = json.loads((tmp_path / "run.json").read_text())["losses"]
+    assert abs(losses["chosen blocks"][0][0] - losses["dense"][0][0]) < 0.1
+    assert max(losses["chosen blocks"][-1]) < math.log(256)
+    ids = np.load(tmp_path / "choices.npy")
+    assert ids.shape == (128, 4, 8)
+    assert (ids.max(-1) == np.arange(128)[:, None] // 8).all()  # each query chooses its own block
+    assert (tmp_path / "curves.png").stat().st_size
 
 
 def test_losses_that_differ_or_do_not_fall_end_with_status_1():
