@@ -34,7 +34,7 @@ LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pypr
 PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 # What the tests share; it is never published.
 TESTING = str(ROOT / "testing")
-ANY_MACHINE = ("ringattn-core", "ringattn-xla", "ringattn-tools", "ringattn-adapters")
+ANY_MACHINE = ("ringattn-core", "ringattn-xla", "ringattn-tools", "ringattn-adapters", "ringattn-sparse")
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ANY_MACHINE)
 BACKENDS = ("xla", "triton", "tpu")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory"))

@@ -23,8 +23,9 @@ ROOMS = (
 )
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}
 BACKENDS = ("triton", "tpu", "xla")
+PACKAGES = ("core", "tools", "adapters", "sparse", *BACKENDS)
 SOURCES = {
-    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", "tools", "adapters", *BACKENDS)},
+    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in PACKAGES},
     "ringattn_conformance": ROOT / "conformance/src",
 }
 # What a backend may import of core beside public names. `masks` is a public name that is a package.
@@ -135,6 +136,14 @@ def test_a_backend_imports_only_what_core_declares(backend: str) -> None:
 def test_the_adapters_import_only_public_names_of_core_and_its_errors() -> None:
     source = ROOT / "packages/ringattn-adapters/src"
     found = {path: undeclared(imported(path, source), ("ringattn_core.errors",)) for path in source.rglob("*.py")}
+    assert len(found) > 5, "the search found too few files to mean anything"
+    assert not (reaching := {str(path): modules for path, modules in found.items() if modules}), reaching
+
+
+def test_choosing_keys_imports_only_what_core_declares() -> None:
+    source = ROOT / "packages/ringattn-sparse/src"
+    declared = ("ringattn_core.contract", "ringattn_core.errors")
+    found = {path: undeclared(imported(path, source), declared) for path in source.rglob("*.py")}
     assert len(found) > 5, "the search found too few files to mean anything"
     assert not (reaching := {str(path): modules for path, modules in found.items() if modules}), reaching
 

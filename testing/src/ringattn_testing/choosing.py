@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -154,3 +155,13 @@ def taught(
     dkey = np.einsum("bhts,bthd->bshd", dx, index_query)
     dkey = dkey.reshape(*dkey.shape[:2], shared, -1, dkey.shape[3]).sum(3).reshape(index_key.shape)
     return float(loss), [dquery, dkey, dweights]
+
+
+def sizes_in(jaxpr: Any) -> list[int]:
+    """The sizes of all arrays that a traced program computes, those of the programs inside it too."""
+    found = [x.aval.size for equation in jaxpr.eqns for x in equation.outvars if hasattr(x.aval, "size")]
+    for equation in jaxpr.eqns:
+        inside = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "jaxpr"))
+        for program in (getattr(x, "jaxpr", x) for x in inside):
+            found += sizes_in(program) if hasattr(program, "eqns") else []
+    return found

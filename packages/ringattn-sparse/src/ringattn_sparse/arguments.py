@@ -5,9 +5,9 @@ import numbers
 from typing import Any, Final
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
 
 Names = str | tuple[str, ...] | list[str] | None
@@ -83,17 +83,17 @@ def segments(q_ids: Any, kv_ids: Any, queries: jax.Array, keys: jax.Array) -> tu
     """The segment ids of queries and keys; one given alone serves both. `None` if neither is given."""
     if q_ids is None and kv_ids is None:
         return None, None
-    alone = "kv_segment_ids" if q_ids is None else "q_segment_ids" if kv_ids is None else None
-    if alone and queries.shape[1] != keys.shape[1]:
+    if (q_ids is None or kv_ids is None) and queries.shape[1] != keys.shape[1]:
+        missing = "q_segment_ids" if q_ids is None else "kv_segment_ids"
         fact = f"are missing, and there are {queries.shape[1]} queries and {keys.shape[1]} keys"
-        raise InputError("q_segment_ids" if q_ids is None else "kv_segment_ids", fact, "Pass both")
-    found = []
-    for name, ids, other, x in (("q_segment_ids", q_ids, kv_ids, queries), ("kv_segment_ids", kv_ids, q_ids, keys)):
-        name, ids = (name, ids) if ids is not None else (alone, other)
-        ids = integers(name, ids, "It needs integers")
-        sized(name, ids, x.shape[:2])
-        found.append(ids)
-    return found[0], found[1]
+        raise InputError(missing, fact, "Pass both")
+    found = {}
+    for name, ids, x in (("q_segment_ids", q_ids, queries), ("kv_segment_ids", kv_ids, keys)):
+        if ids is not None:
+            found[name] = integers(name, ids, "It needs integers")
+            sized(name, found[name], x.shape[:2])
+    given = [*found.values()]
+    return given[0], given[-1]
 
 
 def ranks_here(axis_name: Names) -> int | None:
@@ -138,4 +138,5 @@ class Blocks:
         q_ids, kv_ids = segments(q_ids, kv_ids, queries, keys)
         if self.missing and q_ids is None:
             q_ids, kv_ids = (jnp.zeros(x.shape[:2], jnp.int32) for x in (queries, keys))
-        return q_ids, self.split(kv_ids, -1)
+        # Ranks may have the same ids, so JAX may not know that they vary over the ring.
+        return align((q_ids, self.split(kv_ids, -1)), axes_of(queries, keys))

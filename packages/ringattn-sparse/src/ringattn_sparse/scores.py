@@ -22,6 +22,11 @@ def products(q: Float[Array, "B t I D"], k: Float[Array, "B s G D"]) -> Float32[
     return found.reshape(found.shape[0], -1, *found.shape[3:])
 
 
+def relu(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """`max(x, 0)`. NaN stays NaN; in `jnp.maximum` XLA for CPUs has lost it here."""
+    return jnp.where(x <= 0, 0.0, x)
+
+
 def activated(activation: Activation, x: jax.Array) -> jax.Array:
     return x if activation is None else activation(x)
 

@@ -13,7 +13,7 @@ from ringattn_core.errors import InputError
 
 from . import tiles
 from .arguments import Blocks, Names, index_arrays, whole
-from .scores import Activation, activated, flat, indices_of_blocks, products, summed, visible
+from .scores import Activation, activated, flat, indices_of_blocks, products, relu, summed, visible
 
 NO_BLOCK: Final = 2**31 - 1
 """The id of an empty place while blocks are chosen: larger than that of any block, so that it loses every tie."""
@@ -31,7 +31,7 @@ def select(
     pool: Literal["max", "mean"] = "max",
     causal: bool = False,
     forced: tuple[int, int] = (0, 0),
-    activation: Activation = jax.nn.relu,
+    activation: Activation = relu,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     axis_name: Names = None,
@@ -62,8 +62,8 @@ def select(
         forced: `(first, newest)`: so many first blocks of the sequence, and so many newest ones, the query's own block
             among them. They are chosen before all others, unless the query sees none of their keys, and count among
             `count`.
-        activation: An elementwise function, or `None`: the products themselves. Pass the same function each time, since
-            a new one compiles again.
+        activation: An elementwise function, by default `max(x, 0)`, or `None`: the products themselves. Pass the same
+            function each time, since a new one compiles again.
         q_segment_ids: A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: If only one of the two is given, it serves both.
         axis_name: The mesh axes of the ring; `None` if the sequence is not split.

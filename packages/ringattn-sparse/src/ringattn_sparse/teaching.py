@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 from ringattn_core import ring_loop
@@ -28,7 +30,7 @@ from ringattn_core.errors import InputError
 
 from . import tiles
 from .arguments import Blocks, Names, floats, index_arrays, integers, ranks_here, refuse_undivided
-from .scores import Activation, activated, flat, indices_of_blocks, product, products, summed, visible
+from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
 def teach(
@@ -45,7 +47,7 @@ def teach(
     causal: bool = False,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
-    activation: Activation = jax.nn.relu,
+    activation: Activation = relu,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     axis_name: Names = None,
@@ -109,7 +111,7 @@ def teach(
     # JAX then sums the gradient of an array that is the same on several ranks of a `shard_map`.
     own, travelling = align((own, travelling), axes_of(own, travelling))
     axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-    sums = _divergence(lesson, (axes, mesh, layout), own, travelling)
+    sums: Any = _divergence(lesson, (axes, mesh, layout), own, travelling)
     total, count = jax.lax.psum(sums, axes) if ranks_here(axes) else sums
     return total / jnp.maximum(count, 1.0)
 
@@ -142,20 +144,6 @@ class Sums(NamedTuple):
         return jnp.where(some, found, 0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lesson:
-    """What is known when the program is traced."""
-
-    size: int
-    groups: int
-    causal: bool
-    scale: float
-    cap: float | None
-    activation: Activation
-    dtype: str
-    """Of the index queries and keys."""
-
-
 class Pairs(NamedTuple):
     """A tile of queries and keys."""
 
@@ -169,10 +157,17 @@ class Pairs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
-    """What the bodies of both rounds share."""
+class Lesson:
+    """What is known when the program is traced, and what the bodies of both rounds share."""
 
-    lesson: Lesson
+    size: int
+    groups: int
+    causal: bool
+    scale: float
+    cap: float | None
+    activation: Activation
+    dtype: str
+    """Of the index queries and keys."""
 
     def tiled(self, own: Any, theirs: Any) -> tuple[Any, tiles.Cut, Any, tiles.Cut]:
         """The tiles of queries and of keys, stacked, each with how they are cut."""
@@ -180,7 +175,7 @@ class Body:
         batch, length, heads, _ = queries["query"].shape
         choices = 0 if queries["selected"] is None else queries["selected"].shape[2]
         heads = batch * max(heads, queries["index_query"].shape[2])
-        of_queries, of_keys = tiles.cuts(length, blocks.size, self.lesson.size, heads, batch * choices * blocks.size)
+        of_queries, of_keys = tiles.cuts(length, blocks.size, self.size, heads, batch * choices * (blocks.size + 1))
         keys = of_keys.split([*theirs.arrays.values()]), of_keys.split(blocks[None], -1)[:, 0]
         return of_queries.split(queries), of_queries, keys, of_keys
 
@@ -198,41 +193,41 @@ class Body:
     def some(self, queries: Any, blocks: jax.Array, chosen: jax.Array | None) -> jax.Array | None:
         """Whether some query of a tile may see some of these blocks; `None` if that is certain."""
         found = None if chosen is None else chosen.any()
-        if self.lesson.causal:
-            near = (blocks * self.lesson.size <= queries["index"].max()) & (blocks >= 0)
+        if self.causal:
+            near = (blocks * self.size <= queries["index"].max()) & (blocks >= 0)
             found = near.any() if found is None else found & near.any()
         return found
 
     def pairs(self, queries: Any, keys: Any, chosen: jax.Array | None) -> Pairs:
         """The pairs of a tile of queries and a tile of keys."""
-        lesson, ((index_key, key, kv_ids), blocks) = self.lesson, keys
+        (index_key, key, kv_ids), blocks = keys
         index_key, key, kv_ids = (flat(x) for x in (index_key, key, kv_ids))
-        each = indices_of_blocks(blocks, lesson.size)
-        seen = visible(lesson.causal, queries["index"][0], each, queries["q_segment_ids"], kv_ids)
+        each = indices_of_blocks(blocks, self.size)
+        seen = visible(self.causal, queries["index"][0], each, queries["q_segment_ids"], kv_ids)
         if chosen is not None:
-            seen = seen & jnp.repeat(jnp.moveaxis(chosen, 1, 3), lesson.size, 3)
+            seen = seen & jnp.repeat(jnp.moveaxis(chosen, 1, 3), self.size, 3)
         x = products(queries["index_query"], index_key)
-        seen = jnp.broadcast_to(seen, (x.shape[0], lesson.groups, *x.shape[2:]))
+        seen = jnp.broadcast_to(seen, (x.shape[0], self.groups, *x.shape[2:]))
         x = jnp.where(self.of_heads(seen, x.shape[1]), x, 0.0)
-        scores = summed(activated(lesson.activation, x), queries["weights"], lesson.groups)
-        s = products(queries["query"], key) * lesson.scale
-        s = s if lesson.cap is None else lesson.cap * jnp.tanh(s / lesson.cap)
+        scores = summed(activated(self.activation, x), queries["weights"], self.groups)
+        s = products(queries["query"], key) * self.scale
+        s = s if self.cap is None else self.cap * jnp.tanh(s / self.cap)
         lse = jnp.swapaxes(queries["lse"], 1, 2)[..., None]
         s = jnp.where(self.of_heads(seen, s.shape[1]) & (lse > -jnp.inf), s - lse, -jnp.inf)
-        return Pairs(seen, x, jnp.where(seen, scores, 0.0), summed(jnp.exp(s), None, lesson.groups))
+        return Pairs(seen, x, jnp.where(seen, scores, 0.0), summed(jnp.exp(s), None, self.groups))
 
     def of_heads(self, x: jax.Array, heads: int) -> jax.Array:
         """`x`, of each group, repeated for the heads of the group."""
-        return jnp.repeat(x, heads // self.lesson.groups, 1)
+        return jnp.repeat(x, heads // self.groups, 1)
 
 
-class Measure(Body):
+class Measure(Lesson):
     """The body of the first round."""
 
     def __call__(self, own: Any, theirs: Any, sums: Sums | None) -> Sums:
         queries, of_queries, keys, of_keys = self.tiled(own, theirs)
         if sums is None:
-            zeros = jnp.zeros((*own.arrays["query"].shape[:2], self.lesson.groups), jnp.float32)
+            zeros = jnp.zeros((*own.arrays["query"].shape[:2], self.groups), jnp.float32)
             sums = align(Sums(zeros - jnp.inf, zeros, zeros, zeros, zeros), axes_of(own.index))
 
         def continued(tile: Any) -> Sums:
@@ -275,7 +270,7 @@ class OfQueries(NamedTuple):
     weights: Float32[Array, "B T I"] | None
 
 
-class Differentiate(Body):
+class Differentiate(Lesson):
     """The body of the second round; `own` has `index_lse` and `weight` (`Sums`) too. It sends home `dik`."""
 
     def __call__(self, own: Any, theirs: Any, so_far: OfQueries | None) -> tuple[OfQueries, Any]:
@@ -291,9 +286,8 @@ class Differentiate(Body):
                 )
                 return jax.tree.map(jnp.add, sums, new), dkey
 
-            names = ("index_query", "weights")
-            start = [None if queries[name] is None else jnp.zeros_like(queries[name], jnp.float32) for name in names]
-            start = align(OfQueries(*start), axes_of(own.index))
+            start = OfQueries(queries["index_query"], queries["weights"])
+            start = align(jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), start), axes_of(own.index))
             sums, new = jax.lax.scan(step, start, (keys, self.chosen(queries, theirs, of_keys)))
             return dkeys + new, sums
 
@@ -311,8 +305,8 @@ class Differentiate(Body):
         heads = pairs.products.shape[1]
         dsums, pull = self.of_heads(dscores, heads), lambda x: (x,)
         active = pairs.products
-        if self.lesson.activation is not None:
-            active, pull = jax.vjp(self.lesson.activation, active)
+        if self.activation is not None:
+            active, pull = jax.vjp(self.activation, active)
         dweights = None
         if queries["weights"] is not None:
             dweights = jnp.swapaxes((dsums * active).sum(-1), 1, 2)
@@ -329,11 +323,11 @@ class Differentiate(Body):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _divergence(lesson: Lesson, ring: Any, own: Any, travelling: Any) -> tuple[jax.Array, jax.Array]:
     """The sum of the losses of these queries and groups, and how many have one."""
-    return _totals(_loop(Measure(lesson), ring, own, travelling))
+    return _totals(_loop(Measure, lesson, ring, own, travelling))
 
 
-def _loop(body: Any, ring: Any, own: Any, travelling: Any, send_home: bool = False) -> Any:
-    axis_name, mesh, layout = ring
+def _loop(round_of: Any, lesson: Lesson, ring: Any, own: Any, travelling: Any, send_home: bool = False) -> Any:
+    body, (axis_name, mesh, layout) = round_of(**vars(lesson)), ring
     return ring_loop(body, own, travelling, send_home=send_home, axis_name=axis_name, mesh=mesh, layout=layout)
 
 
@@ -343,9 +337,9 @@ def _totals(sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 def _forward(lesson: Lesson, ring: Any, own: Any, travelling: Any) -> Any:
     """Both rounds. The residuals are the gradients of the sum of the losses, in float32."""
-    sums = _loop(Measure(lesson), ring, own, travelling)
+    sums = _loop(Measure, lesson, ring, own, travelling)
     known = own | {"index_lse": sums.index_lse, "weight": sums.weight}
-    of_queries, dkey = _loop(Differentiate(lesson), ring, known, travelling, send_home=True)
+    of_queries, dkey = _loop(Differentiate, lesson, ring, known, travelling, send_home=True)
     name, index_key = next(iter(travelling.items()))
     dquery, dweights = (
         None if x is None else _placed_as(dx, x)
@@ -399,17 +393,17 @@ def _ids(selected: Any, groups: int, query: jax.Array, blocks: Blocks) -> jax.Ar
     if ids.ndim != 4 or ids.shape[:2] != query.shape[:2] or ids.shape[2] not in (1, groups):
         wanted = f"({query.shape[0]}, {query.shape[1]}, {'1' if groups == 1 else f'1 or {groups}'}, n)"
         raise InputError("selected", f"has shape {ids.shape}", f"Pass {wanted}")
-    if not isinstance(ids, jax.core.Tracer) and ids.is_fully_addressable and ids.size:
-        least, most = int(ids.min()), int(ids.max())
-        if least < -1 or most >= blocks.count:
-            fact, remedy = f"has ids from {least} to {most}", f"Pass ids from 0 to {blocks.count - 1}, or -1 for none"
-            raise InputError("selected", fact, remedy)
+    if not isinstance(selected, Tracer) and getattr(selected, "is_fully_addressable", True) and ids.size:
+        known = np.asarray(selected)
+        if known.min() < -1 or known.max() >= blocks.count:
+            fact = f"has ids from {known.min()} to {known.max()}"
+            raise InputError("selected", fact, f"Pass ids from 0 to {blocks.count - 1}, or -1 for none")
     return ids
 
 
 def _number(argument: str, x: Any, default: float | None = None) -> float:
     if x is None and default is not None:
         return default
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not (math.isfinite(x) and x > 0):
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not 0 < float(x) < math.inf:
         raise InputError(argument, f"got {x!r}", "Pass a positive number that is known outside jax.jit")
     return float(x)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts the tokens of a hop into tiles, so that no array has an entry for each query and key of the hop."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ KEYS: Final = 2048
 """A tile has about so many keys, unless a block is larger."""
 
 
-class Cut(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cut:
     """`count` tiles of `size` consecutive tokens; the last one may end in padding."""
 
     count: int

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ring with a body of the caller's own, in place of attention: a loop over the shards of all ranks."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ _not_differentiated = without_derivative(
 )
 
 
-class Tokens(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tokens:
     """The tokens of one rank, as `ring_loop` gives them to its body."""
 
     arrays: Any
