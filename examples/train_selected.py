@@ -177,7 +177,8 @@ def main() -> None:
     for kind in KINDS:
         trained, _, run["losses"][kind] = trainer.train(kind, weights, state, range(a.before, a.before + a.steps))
         run["held out"][kind], ids = trainer.held_out(kind, trained, a.held_out)
-        print(f"{kind}: {run['held out'][kind]:.4f} nats a byte in held-out documents", flush=True)
+        mean = np.mean(run["losses"][kind], 0)[0]
+        print(f"{kind}: {mean:.3f} nats a byte in these steps, {run['held out'][kind]:.3f} held out", flush=True)
         if kind == "chosen blocks":
             np.save(a.out / "choices.npy", ids)
     (a.out / "run.json").write_text(json.dumps(run))

@@ -14,24 +14,25 @@ from ringattn_sparse import select, teach
 COUNT, INDEX_HEADS, INDEX = 32, 4, 16  # DeepSeek-V3.2: 2,048, 64, 128
 SHAPES = deepseek.SHAPES | {"index_query": (WIDTH, INDEX_HEADS, INDEX), "index_key": (WIDTH, 1, INDEX)}
 SHAPES |= {"index_weight": (WIDTH, INDEX_HEADS)}
-Arrays = list[jax.Array]
 
 
-def attended(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array) -> Arrays:
+def attended(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Queries of all heads, and one array that travels: the latent and the rotated key."""
     (query,) = project(weights, x, "query")
     query = jnp.concatenate([query[..., :SIZE], rope(query[..., SIZE:], positions, 10_000.0)], -1)
     down = unit(x) @ weights["down"]
     rotated = rope(down[:, :, None, LATENT:], positions, 10_000.0)[:, :, 0]
-    return [query, jnp.concatenate([down[..., :LATENT], rotated], -1)]
+    return query, jnp.concatenate([down[..., :LATENT], rotated], -1)
 
 
-def indexer(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array) -> Arrays:
+def indexer(
+    weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries and keys of the indexer, and the weights of its heads. Its loss trains nothing before it."""
     x = jax.lax.stop_gradient(x)
     query, key = (rope(array, positions, 10_000.0) for array in project(weights, x, "index_query", "index_key"))
     scale = (INDEX * INDEX_HEADS) ** -0.5
-    return [query, key[:, :, 0], unit(x) @ weights["index_weight"] * scale]
+    return query, key[:, :, 0], unit(x) @ weights["index_weight"] * scale
 
 
 def layer(weights: dict[str, jax.Array], x: jax.Array, positions: jax.Array, **ring) -> tuple[jax.Array, jax.Array]:
