@@ -3,8 +3,9 @@
 
 The default shape is that of MiniMax-M3: 64 query heads and 4 key heads of 128, and 16 blocks of 128 keys for each query
 and key head. Choices are independent of each other (the worst case), of the newest blocks (the best), or those in a
-file of NumPy's that `--choices` names: int32 `[T, groups, n]`. `--check` compares outputs and gradients with the XLA
-backend in float32, for many shapes, in place of times.
+file of NumPy's that `--choices` names: int32 `[T, groups, n]`, as `examples/train_selected.py` writes it. `--check`
+compares outputs and gradients with the XLA backend in float32, for many shapes, in place of times. `--together` only
+counts the blocks that neighbouring queries choose together, as a table; it needs no GPU.
 """
 
 import argparse
@@ -63,6 +64,18 @@ def pairs(ids: np.ndarray, size: int) -> float:
     index = np.arange(tokens)[:, None, None]
     keys = np.clip(index + 1 - ordered * size, 0, size) * new
     return float(keys.sum() / groups / (tokens * (tokens + 1) / 2))
+
+
+def table(arguments: argparse.Namespace, tokens: int) -> str:
+    """The shares of `united` for each choice and number of neighbours, in Markdown."""
+    lines = [
+        "| choice | " + " | ".join(f"{n} queries" for n in NEIGHBOURS) + " |",
+        "|---" * (len(NEIGHBOURS) + 1) + "|",
+    ]
+    for name, ids in chosen(arguments, tokens).items():
+        shares = " | ".join(f"{united(ids, arguments.size, n):.2f}" for n in NEIGHBOURS)
+        lines.append(f"| {name} | {shares} |")
+    return "\n".join(lines)
 
 
 def program(attend: Callable[..., Any], shape: Shape, part: str) -> tuple[Callable[[], Any], int]:
@@ -197,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--check", action="store_true", help="compare results, in place of times")
+    parser.add_argument("--together", action="store_true", help="count blocks, in place of times")
     parser.add_argument("--only", default="", help="with --check: only the calls whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--heads", type=int, default=64)
@@ -211,6 +225,9 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.3, help="the wanted share of the dense call's time")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    if arguments.together:
+        print(*(f"{tokens} tokens\n\n{table(arguments, tokens)}" for tokens in arguments.tokens), sep="\n\n")
+        return
     claims, raw = checked(arguments) if arguments.check else measured(arguments)
     report("selected.py", claims, raw)
 

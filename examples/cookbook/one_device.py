@@ -15,39 +15,48 @@ jax.config.update("jax_num_cpu_devices", 8)
 BATCH, LENGTH, WIDTH = 2, 256, 32
 
 
-def results(layers: Callable[..., jax.Array], weights: Any, x: jax.Array, positions: jax.Array, **ring: Any) -> Any:
-    """The output of the layers, and the gradients of a loss in their weights and input."""
+def results(layers: Callable[..., Any], weights: Any, x: jax.Array, positions: jax.Array, **ring: Any) -> Any:
+    """The output of the layers, an array or several, and the gradients of a loss in their weights and input."""
 
-    def loss(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(weights: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         out = layers(weights, x, positions, **ring)
-        return jnp.sum(jnp.sin(out)), out
+        return sum((jnp.sum(jnp.sin(array)) for array in jax.tree.leaves(out)), jnp.zeros(())), out
 
     (_, out), (dweights, dx) = jax.value_and_grad(loss, (0, 1), has_aux=True)(weights, x)
     return out, dx, dweights
 
 
 def compare(
-    layers: Callable[..., jax.Array],
+    layers: Callable[..., Any],
     shapes: Mapping[str, tuple[int, ...]],
     mesh: dict[str, int],
     layout: str,
     tolerance: float = 1e-4,
+    dense: Callable[..., Any] | None = None,
     **ring: Any,
 ) -> None:
-    """Ends with status 1 unless both results agree. `layers` is called with weights, input, positions and the ring."""
+    """Ends with status 1 unless both results agree. `layers` is called with weights, input, positions and the ring.
+
+    On one device, `dense` computes in float64 in place of `layers`.
+    """
     *keys, last = jax.random.split(jax.random.key(0), len(shapes) + 1)
     weights = {name: jax.random.normal(key, shapes[name]) / WIDTH**0.5 for name, key in zip(shapes, keys, strict=True)}
     x, positions = jax.random.normal(last, (BATCH, LENGTH, WIDTH)), jnp.arange(LENGTH)[None]
-    one = jax.jit(functools.partial(results, layers))(weights, x, positions)
+    with jax.enable_x64(dense is not None):
+        inputs = jax.tree.map(lambda array: array.astype(float), (weights, x))  # float32 without 64 bits
+        one = jax.jit(functools.partial(results, dense or layers))(*inputs, positions)
 
     devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
     ring |= {"mesh": devices, "axis_name": "sp", "layout": layout}
     reordered = (to_layout(array, layout, mesh["sp"]) for array in (x, positions))
     out, dx, dweights = jax.jit(functools.partial(results, layers, **ring))(weights, *reordered)
-    many = *(from_layout(array, layout, mesh["sp"]) for array in (out, dx)), dweights
+    out, dx = jax.tree.map(lambda array: from_layout(array, layout, mesh["sp"]) if array.ndim else array, (out, dx))
 
-    pairs = list(zip(*map(jax.tree.leaves, (one, many)), strict=True))
-    errors = [np.abs(got - want).max() / np.abs(want).max() for want, got in pairs]
+    pairs = list(zip(*map(jax.tree.leaves, (one, (out, dx, dweights))), strict=True))
+    # A weight that only makes choices has the gradient 0.
+    errors = [np.abs(got - want).max() / (np.abs(want).max() or 1) for want, got in map(jax.device_get, pairs)]
     if not max(errors) < tolerance:
         sys.exit(f"the results on {mesh} differ from those of one device by {max(errors):.1e}")
-    print(f"on {mesh}, the output and {len(pairs) - 1} gradients equal those of one device within {max(errors):.1e}")
+    arrays = f"the output and {len(jax.tree.leaves((dx, dweights)))} gradients"
+    exact = " with dense masks in float64" if dense else ""
+    print(f"on {mesh}, {arrays} equal those of one device{exact} within {max(errors):.1e}")
