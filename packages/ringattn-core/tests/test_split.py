@@ -159,7 +159,8 @@ MISTAKES: dict[str, tuple[Callable[[str], None], str]] = {
 COLUMNS = (
     ("ring_attention", "prefill_attention"),
     ("decode_attention",),
-    ("shift", "halo", "ring_loop"),
+    ("shift", "halo"),
+    ("ring_loop",),
     ("write_cache",),
     ("to_layout", "from_layout"),
     ("layout_batch",),

@@ -203,7 +203,7 @@ def test_a_shard_map_over_the_ring_alone_beside_explicit_axes_is_refused() -> No
     placed = [jax.device_put(x, jax.NamedSharding(mesh, P("data", "sp"))) for x in (QUERY, KEY)]
     specs: dict[str, Any] = {"in_specs": P(None, "sp"), "out_specs": P(None, "sp"), "axis_names": {"sp"}}
     run = jax.shard_map(lambda *x: select(*x, count=2, axis_name="sp"), **specs)
-    with jax.set_mesh(mesh), pytest.raises(MeshError, match="Make all of them axes of the shard_map"):
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match="Make these axes of the shard_map too"):
         run(*placed)
 
 

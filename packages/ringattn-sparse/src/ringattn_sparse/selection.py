@@ -12,7 +12,7 @@ from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, index_arrays, refuse_half_manual, whole
+from .arguments import Blocks, Names, index_arrays, whole
 from .scores import Activation, activated, flat, indices_of_blocks, products, relu, summed, visible
 
 NO_BLOCK: Final = 2**31 - 1
@@ -79,7 +79,6 @@ def select(
         ringattn_core.errors.MeshError: The mesh or an axis name does not fit the call.
     """
     query, key, weights, groups = index_arrays(index_query, index_key, weights, groups)
-    refuse_half_manual(axis_name, query)
     blocks = Blocks("size", size, key.shape[1], axis_name, layout)
     count = whole("count", count, 1)
     if count > blocks.count:

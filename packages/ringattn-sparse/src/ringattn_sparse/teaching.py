@@ -29,7 +29,7 @@ from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, floats, index_arrays, integers, ranks_here, refuse_half_manual, refuse_undivided
+from .arguments import Blocks, Names, floats, index_arrays, integers, ranks_here, refuse_undivided
 from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
@@ -94,7 +94,6 @@ def teach(
     """
     index_query, index_key, weights, groups = index_arrays(index_query, index_key, weights, groups)
     query, key, lse = _attention_arrays(query, key, lse, groups, index_query, index_key)
-    refuse_half_manual(axis_name, index_query)
     blocks = Blocks("selected_size", selected_size, key.shape[1], axis_name, layout)
     if selected is None and blocks.size > 1:
         raise InputError("selected_size", f"is {blocks.size}, but there is no selected", "Pass the ids too")

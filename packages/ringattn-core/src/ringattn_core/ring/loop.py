@@ -12,13 +12,14 @@ from jaxtyping import Array, Int32
 
 from ..contract import ordering
 from ..contract.varying import align, axes_of
-from ..errors import DerivativeError, InputError
+from ..errors import DerivativeError, InputError, MeshError
 from ..masks import Reach
 from ..placement import axes
 from ..placement.arrays import as_array
 from ..placement.axes import AxisName
 from ..placement.layout import Shards
-from ..placement.split import split_of
+from ..placement.mesh import explicit_spec
+from ..placement.split import Split, split_of
 from ..placement.tokens import TokenRing
 from . import backward, forward
 from .engine import without_derivative
@@ -83,6 +84,7 @@ def ring_loop(
         for side in (own, travelling)
     )
     split = split_of(mesh, {"axis_name": axis_name}, {**own, **travelling})
+    _refuse_half_manual(split, [*own.values(), *travelling.values()])
     for side in (own, travelling):
         named = [(name, x) for name, tree in side.items() for x in jax.tree.leaves(tree)]
         for name, x in named:
@@ -134,6 +136,16 @@ def _on_rank(ring: TokenRing, body: Callable[..., Any], send_home: bool, tree: A
         body_of_loop = backward.around(level, body_of_loop)
     home, sums = body_of_loop(KV(keys), rank, backward.Sums())  # `dq` is the carry: what each hop continues
     return sums.dq, jax.tree.unflatten(homeward[0], home.arrays)
+
+
+def _refuse_half_manual(split: Split, arrays: Any) -> None:
+    """Raises in a `shard_map` over the ring alone whose local arrays explicit mesh axes split further."""
+    further = {name for x in jax.tree.leaves(arrays) for entry in explicit_spec(x) for name in axes.names(entry)}
+    if split.mesh is None and further:
+        raise MeshError(
+            f"the surrounding shard_map is over axis_name={split.ring} only, and the mesh axes "
+            f"{', '.join(map(repr, sorted(further)))} split its arrays further. Make these axes of the shard_map too"
+        )
 
 
 def _first(carry: Any) -> Any:
