@@ -27,7 +27,11 @@ RMS_OF_ROUNDING = 1.8
 """The largest RMS error on one device, as a multiple of the RMS error of the exact result in half precision. A kernel
 that rounds probabilities and score derivatives before it multiplies them has 1.6; one that sums the products of six
 tiles in half precision has 2 or more in `dk` and `dv`."""
-POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments="packed", heads=4, kv_heads=2)
+POISONED = Case(
+    "poisoned", q_length=160, kv_length=160, heads=4, kv_heads=2, causal=True, window=(11, 0), segments="packed",
+    lse=True,
+)  # fmt: skip
+"""Longer than the tiles of interpreted kernels, because a kernel may treat long rows alone as finite."""
 IN_PADDING = {
     "q": (1e3, -300.0),
     "k": (-1e3, 300.0),
