@@ -46,11 +46,9 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _in_two_terms(block: Block) -> bool:
-    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fit a matrix unit.
-
-    Those of v6e, and of later chips, are 256 wide.
-    """
-    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] <= LANES and generation() >= 6
+    """Whether the kernel keeps its queries as two terms (`kernels/query_terms.py`): if both fit a matrix unit."""
+    units_are_wide = generation() >= 6
+    return block.q.dtype == jnp.bfloat16 and block.q.shape[-1] <= LANES and units_are_wide
 
 
 def _begun(given: KernelInputs, partial: Partial) -> dict[str, jax.Array]:
