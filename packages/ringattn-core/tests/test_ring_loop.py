@@ -99,6 +99,7 @@ def test_a_derivative_is_refused() -> None:
         ({"x": X}, {"y": Y[:, :45]}, {}, "y has 45"),
         ({"x": X, "w": X[:, :40]}, {"y": Y}, {}, "w: has shape"),
         ({"x": X[0, :, 0]}, {"y": Y}, {}, r"x: has shape \(48,\)"),
+        ({"x": X}, {"y": Y > 0}, {}, "y: has dtype bool"),
         ({"x": X}, {"y": Y}, {"axis_name": "tp"}, "tp"),
         ({"x": X}, {"y": Y}, {"layout": "zig"}, "layout"),
     ],

@@ -21,6 +21,7 @@ from ringattn_core import (
     layout_batch,
     prefill_attention,
     ring_attention,
+    ring_loop,
     shift,
     to_layout,
     write_cache,
@@ -32,6 +33,13 @@ B, T, N, H = 2, 16, 2, 4
 TOKENS = np.ones((B, T))
 PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
 
+
+def sum_of_firsts(own: Any, theirs: Any, carry: Any) -> Any:
+    """A body of `ring_loop`: the sum of the first entries of all shards."""
+    first = own.arrays["own"] * 0 + theirs.arrays["theirs"][:, :1]
+    return first if carry is None else carry + first
+
+
 # Each function, of tokens that the ring splits and of tokens that all its ranks share.
 ORDER: dict[str, Any] = {"layout": "zigzag", "ring_size": 4}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -40,6 +48,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "prefill_attention": lambda x, _, **ring: prefill_attention(x, x, x, 8, **ring),
     "shift": lambda x, _, **ring: shift(x, 1, **ring),
     "halo": lambda x, _, **ring: halo(x, 1, **ring),
+    "ring_loop": lambda x, _, **ring: ring_loop(sum_of_firsts, {"own": x}, {"theirs": x}, **ring),
     "write_cache": lambda x, few, **ring: write_cache(x, few, jnp.arange(few.shape[1]), **ring),
     "to_layout": lambda x, _, **ring: to_layout(x, **{**ORDER, **ring}),
     "from_layout": lambda x, _, **ring: from_layout(x, **{**ORDER, **ring}),
@@ -150,7 +159,7 @@ MISTAKES: dict[str, tuple[Callable[[str], None], str]] = {
 COLUMNS = (
     ("ring_attention", "prefill_attention"),
     ("decode_attention",),
-    ("shift", "halo"),
+    ("shift", "halo", "ring_loop"),
     ("write_cache",),
     ("to_layout", "from_layout"),
     ("layout_batch",),

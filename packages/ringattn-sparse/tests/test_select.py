@@ -198,6 +198,15 @@ def test_blocks_that_straddle_shards_are_refused_in_ones_own_shard_map() -> None
         run(QUERY, KEY)
 
 
+def test_a_shard_map_over_the_ring_alone_beside_explicit_axes_is_refused() -> None:
+    mesh = mesh_of(AxisType.Explicit, data=2, sp=2)
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, P("data", "sp"))) for x in (QUERY, KEY)]
+    specs: dict[str, Any] = {"in_specs": P(None, "sp"), "out_specs": P(None, "sp"), "axis_names": {"sp"}}
+    run = jax.shard_map(lambda *x: select(*x, count=2, axis_name="sp"), **specs)
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match="Make all of them axes of the shard_map"):
+        run(*placed)
+
+
 @pytest.mark.parametrize("size", [1, 16])
 def test_no_array_has_an_entry_for_each_query_and_key(size: int) -> None:
     tokens = 2**15

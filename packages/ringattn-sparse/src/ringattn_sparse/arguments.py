@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core.contract.varying import align, axes_of
-from ringattn_core.errors import InputError
+from ringattn_core.errors import InputError, MeshError
 
 Names = str | tuple[str, ...] | list[str] | None
 FLOATS: Final = (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -103,6 +103,14 @@ def ranks_here(axis_name: Names) -> int | None:
         return int(np.prod([jax.lax.axis_size(name) for name in names])) if names else None
     except (NameError, TypeError):
         return None
+
+
+def refuse_half_manual(axis_name: Names, query: jax.Array) -> None:
+    """Raises in a `shard_map` over the ring alone, if explicit mesh axes still split the local index queries."""
+    split = [name for name in jax.typeof(query).sharding.spec if name is not None]
+    if split and ranks_here(axis_name) is not None:
+        fact = f"the surrounding shard_map is over axis_name={axis_name!r} only, and {split} split index_query"
+        raise MeshError(f"{fact}. Make all of them axes of the shard_map")
 
 
 class Blocks:

@@ -12,7 +12,7 @@ from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, index_arrays, whole
+from .arguments import Blocks, Names, index_arrays, refuse_half_manual, whole
 from .scores import Activation, activated, flat, indices_of_blocks, products, relu, summed, visible
 
 NO_BLOCK: Final = 2**31 - 1
@@ -79,6 +79,7 @@ def select(
         ringattn_core.errors.MeshError: The mesh or an axis name does not fit the call.
     """
     query, key, weights, groups = index_arrays(index_query, index_key, weights, groups)
+    refuse_half_manual(axis_name, query)
     blocks = Blocks("size", size, key.shape[1], axis_name, layout)
     count = whole("count", count, 1)
     if count > blocks.count:
@@ -139,12 +140,11 @@ class Choice:
     def scores(self, queries: Any, keys: Any, blocks: Int32[Array, " n"]) -> Float32[Array, "B G t n"]:
         """The scores of some blocks for some queries; -inf for blocks of which the query sees no key."""
         (query, weights, q_ids, q_index), (key, kv_ids) = queries, keys
-        shape = (query.shape[0], self.groups, q_index.size, blocks.size)
         starts = jnp.where(blocks < 0, -1, blocks * self.size)
         each = starts if self.sees_starts(kv_ids) else indices_of_blocks(blocks, self.size)
 
         def computed() -> jax.Array:
-            seen = visible(self.causal, q_index, each, q_ids, None if kv_ids is None else flat(kv_ids))
+            seen = visible(self.causal, q_index, each, q_ids, flat(kv_ids))
             x = activated(self.activation, products(query, key if self.pool == "mean" else flat(key)))
             x = summed(x, weights, self.groups)
             x = jnp.where(jnp.isnan(x), FLOAT32.min, x.clip(FLOAT32.min, FLOAT32.max))
@@ -152,13 +152,14 @@ class Choice:
             if self.pool == "mean":
                 x = jnp.where(seen.reshape(*seen.shape[:3], blocks.size, -1).any(-1), x, -jnp.inf)
             else:
-                x = jnp.where(seen, x, -jnp.inf).reshape(*shape, self.size).max(-1)
+                x = jnp.where(seen, x, -jnp.inf).reshape(*x.shape[:3], blocks.size, self.size).max(-1)
             behind = (q_index // self.size)[:, None] - blocks[None]
             must = (blocks < self.first)[None] | ((behind >= 0) & (behind < self.newest))
             return jnp.where(must[None, None] & (x > -jnp.inf), jnp.inf, x)
 
-        near = (starts[None] <= q_index[:, None]) & (starts >= 0)[None] if self.causal else None
-        return tiles.where_any(near, computed, jnp.full(shape, -jnp.inf, jnp.float32))
+        near = (starts <= q_index.max()) & (starts >= 0) if self.causal else None
+        nothing = jnp.full_like(jnp.swapaxes(query[:, :, : self.groups, :1], 1, 2), -jnp.inf, jnp.float32)
+        return tiles.where_any(near, computed, jnp.repeat(nothing, blocks.size, 3))
 
     def sees_starts(self, kv_ids: Any) -> bool:
         """Whether a query sees a key of a block exactly if it sees the first one, and no score is of one key."""

@@ -29,7 +29,7 @@ from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, floats, index_arrays, integers, ranks_here, refuse_undivided
+from .arguments import Blocks, Names, floats, index_arrays, integers, ranks_here, refuse_half_manual, refuse_undivided
 from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
@@ -94,6 +94,7 @@ def teach(
     """
     index_query, index_key, weights, groups = index_arrays(index_query, index_key, weights, groups)
     query, key, lse = _attention_arrays(query, key, lse, groups, index_query, index_key)
+    refuse_half_manual(axis_name, index_query)
     blocks = Blocks("selected_size", selected_size, key.shape[1], axis_name, layout)
     if selected is None and blocks.size > 1:
         raise InputError("selected_size", f"is {blocks.size}, but there is no selected", "Pass the ids too")
@@ -227,7 +228,7 @@ class Measure(Lesson):
     def __call__(self, own: Any, theirs: Any, sums: Sums | None) -> Sums:
         queries, of_queries, keys, of_keys = self.tiled(own, theirs)
         if sums is None:
-            zeros = jnp.zeros((*own.arrays["query"].shape[:2], self.groups), jnp.float32)
+            zeros = jnp.zeros_like(own.arrays["lse"][..., : self.groups])
             sums = align(Sums(zeros - jnp.inf, zeros, zeros, zeros, zeros), axes_of(own.index))
 
         def continued(tile: Any) -> Sums:
@@ -279,7 +280,7 @@ class Differentiate(Lesson):
         def continued(dkeys: jax.Array, queries: Any) -> tuple[jax.Array, OfQueries]:
             def step(sums: OfQueries, keys_and_chosen: Any) -> tuple[OfQueries, jax.Array]:
                 keys, chosen = keys_and_chosen
-                nothing = jax.tree.map(jnp.zeros_like, sums), jnp.zeros(keys[0][0].shape, jnp.float32)
+                nothing = jax.tree.map(jnp.zeros_like, sums), jnp.zeros_like(keys[0][0], jnp.float32)
                 some = self.some(queries, keys[1], chosen)
                 new, dkey = tiles.where_any(
                     some, lambda: self.gradients(queries, keys[0][0], self.pairs(queries, keys, chosen)), nothing
@@ -291,7 +292,7 @@ class Differentiate(Lesson):
             sums, new = jax.lax.scan(step, start, (keys, self.chosen(queries, theirs, of_keys)))
             return dkeys + new, sums
 
-        dkeys = align(jnp.zeros(keys[0][0].shape, jnp.float32), axes_of(own.index))
+        dkeys = align(jnp.zeros_like(keys[0][0], jnp.float32), axes_of(own.index))
         dkeys, parts = jax.lax.scan(continued, dkeys, queries)
         new = of_queries.joined(parts, own.index.size)
         found = new if so_far is None else jax.tree.map(jnp.add, so_far, new)
@@ -302,12 +303,8 @@ class Differentiate(Lesson):
         index_lse, weight = (jnp.swapaxes(queries[name], 1, 2)[..., None] for name in ("index_lse", "weight"))
         some = pairs.seen & (weight != 0)
         dscores = jnp.where(some, jnp.exp(pairs.scores - index_lse) - pairs.weight / jnp.where(some, weight, 1.0), 0.0)
-        heads = pairs.products.shape[1]
-        dsums, pull = self.of_heads(dscores, heads), lambda x: (x,)
-        active = pairs.products
-        if self.activation is not None:
-            active, pull = jax.vjp(self.activation, active)
-        dweights = None
+        dsums, dweights = self.of_heads(dscores, pairs.products.shape[1]), None
+        active, pull = jax.vjp(functools.partial(activated, self.activation), pairs.products)
         if queries["weights"] is not None:
             dweights = jnp.swapaxes((dsums * active).sum(-1), 1, 2)
             dsums = dsums * jnp.swapaxes(queries["weights"], 1, 2)[..., None]
@@ -341,12 +338,9 @@ def _forward(lesson: Lesson, ring: Any, own: Any, travelling: Any) -> Any:
     known = own | {"index_lse": sums.index_lse, "weight": sums.weight}
     of_queries, dkey = _loop(Differentiate, lesson, ring, known, travelling, send_home=True)
     name, index_key = next(iter(travelling.items()))
-    dquery, dweights = (
-        None if x is None else _placed_as(dx, x)
-        for dx, x in zip(of_queries, (own["index_query"], own["weights"]), strict=True)
-    )
-    of_own = dict.fromkeys(own) | {"index_query": dquery, "weights": dweights}
-    return _totals(sums), (of_own, dict.fromkeys(travelling) | {name: _placed_as(dkey, index_key)})
+    of_own = {key: _placed_as(dx, own[key]) for key, dx in of_queries._asdict().items()}
+    of_travelling = {name: _placed_as(dkey, index_key)}
+    return _totals(sums), (dict.fromkeys(own) | of_own, dict.fromkeys(travelling) | of_travelling)
 
 
 def _backward(lesson: Lesson, ring: Any, gradients: Any, cotangents: Any) -> Any:
@@ -359,11 +353,12 @@ def _backward(lesson: Lesson, ring: Any, gradients: Any, cotangents: Any) -> Any
 _divergence.defvjp(_forward, _backward)
 
 
-def _placed_as(gradient: jax.Array, x: jax.Array) -> jax.Array:
+def _placed_as(gradient: jax.Array | None, x: Any) -> jax.Array | None:
     """The gradient, split over explicit mesh axes as `x` is."""
-    wanted = jax.typeof(x).sharding
-    same = wanted.mesh.empty or tuple(jax.typeof(gradient).sharding.spec) == tuple(wanted.spec)
-    return gradient if same else jax.sharding.reshard(gradient, wanted)
+    if gradient is None or jax.typeof(x).sharding.mesh.empty:
+        return gradient
+    wanted, found = (jax.typeof(a).sharding for a in (x, gradient))
+    return gradient if tuple(found.spec) == tuple(wanted.spec) else jax.sharding.reshard(gradient, wanted)
 
 
 def _attention_arrays(query: Any, key: Any, lse: Any, groups: int, index_query: Any, index_key: Any) -> tuple[Any, ...]:

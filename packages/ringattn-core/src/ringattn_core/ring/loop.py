@@ -15,6 +15,7 @@ from ..contract.varying import align, axes_of
 from ..errors import DerivativeError, InputError
 from ..masks import Reach
 from ..placement import axes
+from ..placement.arrays import as_array
 from ..placement.axes import AxisName
 from ..placement.layout import Shards
 from ..placement.split import split_of
@@ -69,7 +70,7 @@ def ring_loop(
             returns the next carry: a pytree of arrays `[B, T, ...]`. The function is hashable; with equal functions,
             calls compile once.
         own: Arrays `[B, T, ...]` by name, or pytrees of arrays, in the order of `layout`. Errors name them.
-        travelling: Arrays `[B, S, ...]` by name, in the order of `layout`, of other dtypes than bool.
+        travelling: Arrays `[B, S, ...]` by name, in the order of `layout`, of numbers.
         send_home: The body returns `(carry, home)`: `home` is a pytree of arrays `[B, S, ...]`, such as the gradients
             of `theirs`. They are summed over all ranks, and arrive on the rank that owns the shard; the loop then
             returns the pair of the last carry and these sums.
@@ -77,6 +78,10 @@ def ring_loop(
         mesh: The mesh over which the ring splits the global arrays.
         layout: As in `ring_attention`.
     """
+    own, travelling = (
+        {name: jax.tree.map(functools.partial(as_array, name), x) for name, x in side.items()}
+        for side in (own, travelling)
+    )
     split = split_of(mesh, {"axis_name": axis_name}, {**own, **travelling})
     for side in (own, travelling):
         named = [(name, x) for name, tree in side.items() for x in jax.tree.leaves(tree)]
@@ -85,7 +90,9 @@ def ring_loop(
             if x.shape[:2] != named[0][1].shape[:2]:
                 fact = f"has shape {x.shape}, and {named[0][0]} has {named[0][1].shape}"
                 raise InputError(name, fact, "The arrays of one side have equal numbers of rows and of tokens")
-    leaves, tree = jax.tree.flatten(_not_differentiated((dict(own), dict(travelling))))
+            if x.dtype == jnp.bool_ and side is travelling:
+                raise InputError(name, "has dtype bool, which the ring does not send", "Convert it to int8")
+    leaves, tree = jax.tree.flatten(_not_differentiated((own, travelling)))
     ring = TokenRing.of("own", leaves[0], split, layout)
     return ring.run(_on_rank, (body, send_home, tree), (True,) * len(leaves), *leaves, alike=False)
 
