@@ -81,6 +81,19 @@ def test_a_long_ring_is_a_scan_and_batch_axes_stay_split() -> None:
     close(out, EARLIER, 1e-5)
 
 
+def test_a_carry_may_hold_bools_and_integers() -> None:
+    def body(own: Any, theirs: Any, carry: Any) -> Any:
+        after = jnp.tile((theirs.index[None] > own.index[:, None]).sum(1), (B, 1))
+        some, count = (after > 0, after) if carry is None else (carry[0] | (after > 0), carry[1] + after)
+        return (some, count), {"ones": jnp.ones(theirs.arrays["y"].shape[:2], jnp.int32)}
+
+    mesh, length = mesh_of(sp=4), X.shape[1]
+    (some, count), home = ring_loop(body, {"x": X}, {"y": Y}, send_home=True, mesh=mesh, axis_name="sp")
+    np.testing.assert_array_equal(count, np.tile(np.arange(length)[::-1], (B, 1)))
+    np.testing.assert_array_equal(some, np.asarray(count) > 0)
+    np.testing.assert_array_equal(home["ones"], np.full((B, length), 4))
+
+
 def test_only_what_travels_is_sent_each_shard_once_a_hop() -> None:
     def run(x: Any, y: Any) -> Any:
         return ring_loop(causal_sums, {"x": x}, {"y": y}, mesh=mesh_of(sp=4), axis_name="sp")
@@ -100,6 +113,9 @@ def test_a_derivative_is_refused() -> None:
         ({"x": X, "w": X[:, :40]}, {"y": Y}, {}, "w: has shape"),
         ({"x": X[0, :, 0]}, {"y": Y}, {}, r"x: has shape \(48,\)"),
         ({"x": X}, {"y": Y > 0}, {}, "y: has dtype bool"),
+        ({"x": X}, {"y": Y + 0j}, {}, "y: has dtype complex64"),
+        ({"x": X}, {"x": Y}, {}, "x: is on both sides"),
+        ({"x": X}, {}, {}, "travelling: has no array"),
         ({"x": X}, {"y": Y}, {"axis_name": "tp"}, "tp"),
         ({"x": X}, {"y": Y}, {"layout": "zig"}, "layout"),
     ],

@@ -166,7 +166,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "forced, too many": ({"forced": (2, 3)}, "forced: is 2 first blocks and 3 newest ones"),
     "size": ({"size": 2.0}, "size: got 2.0"),
     "striped": ({"size": 2, "layout": "striped"}, "size: is 2, but in striped order"),
-    "straddling shards": ({"size": 5}, "in blocks of size=5, has 10"),
+    "straddling shards": ({"size": 5}, "index_key, counted in blocks of size=5, has 10"),
+    "padding inside a zigzag": (
+        {"size": 5, "layout": "zigzag"},
+        "size: is 5, which does not divide the 48 keys, whose end",
+    ),
     "straddling chunks": ({"size": 4, "layout": "zigzag"}, "in blocks of size=4, has 12"),
     "keys": ({"index_key": KEY[..., :4]}, "index_key: has 2 rows, 1 heads of 4"),
     "dtypes": ({"index_key": KEY.astype(jnp.bfloat16)}, "index_key: has dtype bfloat16"),

@@ -117,12 +117,15 @@ class Blocks:
         if self.missing and ranks is not None and ranks > 1:
             fact = f"is {self.size}, which does not divide the shard of a rank, of {keys} keys"
             raise InputError(argument, fact, f"Pad the keys of each rank to {keys + self.missing}")
+        if self.missing and ranks is None and axis_name is not None and layout != "contiguous":
+            fact = f"is {self.size}, which does not divide the {keys} keys, whose end is not that of the sequence here"
+            raise InputError(argument, fact, f"Pad the sequence to {keys + self.missing} tokens before to_layout")
         self.count = -(-keys // self.size) * (ranks or 1)
 
     @property
     def name(self) -> str:
         """How errors of the ring name the keys."""
-        return "index_key" if self.size == 1 else f"index_key, in blocks of {self.argument}={self.size},"
+        return "index_key" if self.size == 1 else f"index_key, counted in blocks of {self.argument}={self.size},"
 
     def split(self, x: Any, fill: int = 0) -> Any:
         """`[B, S, ...]` as `[B, blocks, size, ...]`; `fill` fills the last block. `None` stays."""

@@ -213,7 +213,7 @@ class Lesson:
         s = products(queries["query"], key) * self.scale
         s = s if self.cap is None else self.cap * jnp.tanh(s / self.cap)
         lse = jnp.swapaxes(queries["lse"], 1, 2)[..., None]
-        s = jnp.where(self.of_heads(seen, s.shape[1]) & (lse > -jnp.inf), s - lse, -jnp.inf)
+        s = jnp.where(self.of_heads(seen, s.shape[1]) & (lse != -jnp.inf), s - lse, -jnp.inf)
         return Pairs(seen, x, jnp.where(seen, scores, 0.0), summed(jnp.exp(s), None, self.groups))
 
     def of_heads(self, x: jax.Array, heads: int) -> jax.Array:
@@ -309,7 +309,9 @@ class Differentiate(Lesson):
             dsums = dsums * jnp.swapaxes(queries["weights"], 1, 2)[..., None]
         (dproducts,) = pull(dsums)
         q, k = queries["index_query"], flat(index_key)
-        dproducts = dproducts.astype(q.dtype).reshape(q.shape[0], k.shape[2], -1, *dproducts.shape[2:])
+        if q.dtype != jnp.float16:  # whose least number, 6e-8, is more than many keys have
+            dproducts = dproducts.astype(q.dtype)
+        dproducts = dproducts.reshape(q.shape[0], k.shape[2], -1, *dproducts.shape[2:])
         dquery = product("bghts,bsgd->btghd", dproducts, k).reshape(q.shape)
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
         dkey = product("bghts,btghd->bsgd", dproducts, grouped).reshape(index_key.shape)
@@ -343,7 +345,7 @@ def _forward(lesson: Lesson, ring: Any, own: Any, travelling: Any) -> Any:
 
 
 def _backward(lesson: Lesson, ring: Any, gradients: Any, cotangents: Any) -> Any:
-    """The gradients times the cotangent of the sum; those of index queries and keys are rounded here, once."""
+    """The gradients times the cotangent of the sum, in the dtypes of the index arrays."""
     of_own, of_travelling = jax.tree.map(lambda x: x * cotangents[0], gradients)
     of_own["index_query"] = of_own["index_query"].astype(lesson.dtype)
     return of_own, jax.tree.map(lambda x: x.astype(lesson.dtype), of_travelling)

@@ -153,7 +153,7 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
     `call` is the call of that rank, but with the key ids and positions of all ranks. Every block gets the keys and
     values in `call`, because those of other ranks are not here.
     """
-    ring = engine.ring_of(kernel, call, (ranks - 1, ranks))
+    ring = engine.ring_of(kernel, call.placed(strategy="ring"), (ranks - 1, ranks))
     queries, rows = queries_of(ring, call), ring.levels[0].rows if ring.levels else None
     found = []
     for hop, step in enumerate(_forward(ring.levels, call, 0)[:most]):

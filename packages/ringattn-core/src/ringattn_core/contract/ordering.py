@@ -56,6 +56,8 @@ def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     XLA on CPU drops optimization barriers (benchmarks/upstream/cpu_drops_barriers.py). It fuses the `|` into the
     operation that reads the result, without a copy; where another kernel reads it, `x` is copied.
     """
+    if x.dtype == jnp.bool_:
+        return x | _opaque_zero(token).astype(jnp.bool_)
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
     return jax.lax.bitcast_convert_type(bits, x.dtype)

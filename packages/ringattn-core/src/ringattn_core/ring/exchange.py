@@ -37,8 +37,8 @@ class Exchange(NamedTuple):
     home: tuple[KV, ...]
     """The gradients of this rank's own keys that came straight from other ranks at earlier hops."""
 
-    def before_kernel(self, dq: jax.Array | None) -> jax.Array | None:
-        """`dq`, which the kernel of this hop continues; on CPU, not before both sends have arrived.
+    def before_kernel(self, dq: Any) -> Any:
+        """The pytree `dq`, which the kernel of this hop continues; on CPU, not before both sends have arrived.
 
         A send blocks on CPU, so overlap would hide nothing, and would hold the gradients that leave and those that the
         kernel computes at once (`benchmarks/ring_memory.py`).

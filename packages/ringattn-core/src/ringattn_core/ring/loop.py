@@ -59,8 +59,8 @@ def ring_loop(
     """Runs `carry = body(own, theirs, carry)` on every rank, for the shards `theirs` of all ranks; returns the carry.
 
     `own` stays on its rank, and `travelling` goes round the ring: the next shard arrives while the body computes. A
-    body sees the shards in no promised order, so its result must not depend on the order. Each call of `body` is part
-    of the program, but long rings call it in a `jax.lax.scan`; it may hold no collective over the ring.
+    body sees the shards in no promised order, so its result must not depend on the order. The body is
+    traced once for each hop, on long rings once for many hops. It may hold no collective over the ring.
 
     With `mesh`, or under `jax.set_mesh`, arrays are global; in your own `jax.shard_map`, they are this rank's shard.
     The loop has no derivative, because JAX would keep the arrays of all hops. Put it in a `jax.custom_vjp`, whose
@@ -71,7 +71,7 @@ def ring_loop(
             returns the next carry: a pytree of arrays `[B, T, ...]`. The function is hashable; with equal functions,
             calls compile once.
         own: Arrays `[B, T, ...]` by name, or pytrees of arrays, in the order of `layout`. Errors name them.
-        travelling: Arrays `[B, S, ...]` by name, in the order of `layout`, of numbers.
+        travelling: Arrays `[B, S, ...]` by name, in the order of `layout`, of integers or real floats.
         send_home: The body returns `(carry, home)`: `home` is a pytree of arrays `[B, S, ...]`, such as the gradients
             of `theirs`. They are summed over all ranks, and arrive on the rank that owns the shard; the loop then
             returns the pair of the last carry and these sums.
@@ -83,17 +83,22 @@ def ring_loop(
         {name: jax.tree.map(functools.partial(as_array, name), x) for name, x in side.items()}
         for side in (own, travelling)
     )
+    if twice := {*own} & {*travelling}:
+        raise InputError(min(twice), "is on both sides", "Give the array that travels a name of its own")
     split = split_of(mesh, {"axis_name": axis_name}, {**own, **travelling})
     _refuse_half_manual(split, [*own.values(), *travelling.values()])
-    for side in (own, travelling):
+    for name_of_side, side in (("own", own), ("travelling", travelling)):
         named = [(name, x) for name, tree in side.items() for x in jax.tree.leaves(tree)]
+        if not named:
+            raise InputError(name_of_side, "has no array", "Pass at least one array [B, tokens, ...] by name")
         for name, x in named:
             TokenRing.of(name, x, split, layout)
             if x.shape[:2] != named[0][1].shape[:2]:
                 fact = f"has shape {x.shape}, and {named[0][0]} has {named[0][1].shape}"
                 raise InputError(name, fact, "The arrays of one side have equal numbers of rows and of tokens")
-            if x.dtype == jnp.bool_ and side is travelling:
-                raise InputError(name, "has dtype bool, which the ring does not send", "Convert it to int8")
+            if side is travelling and not (x.dtype != jnp.bool_ and jnp.isrealobj(x)):
+                fact = f"has dtype {x.dtype}, which the ring does not send"
+                raise InputError(name, fact, "Send integers or real floats, such as int8 in place of bool")
     leaves, tree = jax.tree.flatten(_not_differentiated((own, travelling)))
     ring = TokenRing.of("own", leaves[0], split, layout)
     return ring.run(_on_rank, (body, send_home, tree), (True,) * len(leaves), *leaves, alike=False)
@@ -105,7 +110,7 @@ def _on_rank(ring: TokenRing, body: Callable[..., Any], send_home: bool, tree: A
     rank = jnp.asarray(axes.coordinate(ring.names), jnp.int32)
     (own, travelling), rank = align((jax.tree.unflatten(tree, leaves), rank), axes_of(rank, *leaves))
     shards, (keys, keys_tree) = Shards(ring.layout, ring.ranks), jax.tree.flatten(travelling)
-    homeward: list[Any] = []
+    homeward: list[Any] = []  # the structure of `home`, known once the body is traced
 
     def tokens(arrays: Any, owner: Any) -> Tokens:
         length = jax.tree.leaves(arrays)[0].shape[1]
