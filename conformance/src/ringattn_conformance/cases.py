@@ -286,7 +286,7 @@ ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
 """`named` has every option alone, edge cases and combinations; `elsewhere` has cases that single tests ask for;
 `design` has calls with many options at once, in which all levels of `factors.json` meet, and as "kept" some older ones,
 in which three levels meet that a kernel once was wrong for; `values` has calls drawn from `domains.json`; `cache` has
-calls of decoding and prefill. `chosen_keys.json` adds to `named` and `design`. An entry has fields of `Case` and of
+calls of decoding and prefill. `chosen_keys.json` adds to `named`. An entry has fields of `Case` and of
 `lattice.Point`; `why` is for readers.
 """
 

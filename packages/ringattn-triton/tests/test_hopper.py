@@ -441,7 +441,6 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
 
     With 640 keys some turns have three and more tiles without a mask: those store the results of the turn before.
     """
-    monkeypatch.setattr(forward, "_too_little", lambda *_: False)
     monkeypatch.setattr(plans, "PROGRAMS", 1)
     block = make_block(2, q_length, kv_length, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=causal)
     got = computed(dataclasses.replace(block, final=True))

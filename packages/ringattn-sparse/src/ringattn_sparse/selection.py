@@ -56,8 +56,8 @@ def select(
         count: How many blocks each query and group chooses; at most as many as there are.
         size: The number of keys of a block, as `selected_size`: block `i` has the keys from `i * size` on.
         groups: The number of choices of each query. Group `g` has `I // groups` neighbouring index heads.
-        pool: "max", or "mean": the score is that of the mean of the keys of a block, in float32. The mean has all keys
-            but padding, later ones and those of other segments too: force the query's own block.
+        pool: "max", or "mean": the score is that of the mean of the keys of a block, in float32. The mean leaves
+            out padding alone: it has later keys, and those of other segments. So force the query's own block.
         causal: A query sees no key after it.
         forced: `(first, newest)`: so many first blocks of the sequence, and so many newest ones, the query's own block
             among them. They are chosen before all others, unless the query sees none of their keys, and count among

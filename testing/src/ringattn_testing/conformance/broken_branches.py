@@ -163,9 +163,7 @@ BRANCHES: Final = {
     ),
     "Dropout beside chosen blocks counts blocks": Break(
         of_kept(
-            lambda kept, block: kept[
-                ..., np.arange(keys(block)) // block.case.selected_size * block.case.selected_size
-            ],
+            of_first_keys,
             lambda block: block.chosen is not None and block.case.selected_size > 1,
         )
     ),

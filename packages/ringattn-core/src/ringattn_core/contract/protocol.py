@@ -110,7 +110,7 @@ class Block:
 
     @property
     def _pair(self) -> Any:
-        # In a rule of `vmap`, a pair has an axis more than `unpack` knows.
+        # Not `unpack` of a pair: in a rule of `vmap` its arrays have an axis more than the annotations of `unpack` say.
         return self.kv if isinstance(self.kv, tuple) else unpack(self.kv, self.q.shape[-1])
 
     @property

@@ -7,7 +7,7 @@ Read `docs/kernels.md` first for the design, with pictures and measurements. The
 - backward: `backward_products` (the mathematics of a step; `backward_wide_products` for heads above 128),
   `backward_scores` (masks and options), `backward_memory`, `backward_transfers`, `backward_turns`, `turn_order`;
 - forward: `forward_softmax`, `sums`, `forward_results`, `forward_positions`, `forward_transfers`;
-- both: `hardware_barriers`, `head_tiles`, `layouts`, `dropout`, `workarounds`;
+- both: `hardware_barriers`, `head_tiles`, `layouts`, `dropout`, `workarounds`; for bits that repeat, `dq_order`;
 - on the host: `family` and `plans` (which blocks the kernels take, and how), `forward` and `backward` (the launches).
 
 Words. A *turn* is a work tile of a persistent program: a tile of queries of one head (forward) or a tile of keys of

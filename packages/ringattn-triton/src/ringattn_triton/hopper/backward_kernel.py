@@ -6,21 +6,19 @@ producer fetches the query tiles that see these keys, and two single warps, the 
 (`backward_transfers`). For heads of more than 128 dimensions a turn owns 64 keys, and the consumers share the work in
 another way (`backward_wide_products`).
 
-All barriers of a program. The first five lie in shared memory, and TMA or single warps arrive; the others are hardware
-barriers, and their numbers of threads count both who arrives and who waits:
+All barriers of a program. The first five lie in shared memory. The others are hardware barriers, and their numbers of
+threads count both who arrives and who waits:
 
 | barrier | of each | who arrives | who waits | says |
 |---|---|---|---|---|
-| q_full | stage of queries | TMA | consumers | queries, lse, other values and bias of a step, and a turn's keys, are
-there |
+| q_full | stage of queries | TMA | consumers | queries, their values and bias, and a turn's keys, are there |
 | dout_full | stage of dout | TMA | consumers | dout and -delta of a step, and a turn's values, are there |
 | turn_full | stage of turns | producer | consumers, writers | the numbers of the next turn can be read |
 | turn_empty | stage of turns | consumers, writers | producer | they have read these numbers |
 | kv_empty (wide) | - | consumers | producer | they are done with the turn's keys and values |
 | q_empty | stage of queries | consumers, 256 | producer, 32 | they are done with the stage |
 | dout_empty | stage of dout | consumers, 256 | producer, 32 | they are done with the stage |
-| ds_full | - | consumers, 256 | the same; if wide, that of dv | ds is written by both consumers; if wide, by that of dk
-|
+| ds_full | - | consumers, 256 | the same; if wide, that of dv | ds is written by both; if wide, by that of dk |
 | dq_full | consumer, writer | consumer, 128 | writer, 32 | the consumer's place of dq is for this writer to add |
 | dq_empty | consumer | a writer, 32 | consumer, 128 | TMA has read the consumer's place of dq |
 | weights_full (wide) | - | consumer of dv, 128 | consumer of dk, 128 | the softmax weights are in shared memory |

@@ -152,7 +152,7 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
     tops = no_maxima(0.0, F, PLAN)
     weights = pack(nothing, shared.k[0].dtype)
     softmax = Softmax(no_sums(F.value_dim), weights, quad_sums(nothing), tops, ones)
-    if PLAN.consumers - 1 == CONSUMER:  # the first consumer begins
+    if PLAN.consumers - 1 == CONSUMER:  # the last consumer lets the first one begin
         _pass_order(CONSUMER, PLAN)
     first_query = next_first_query(shared, turns_done)
     while first_query >= 0:

@@ -13,13 +13,13 @@ from .layouts import CONSUMER_ROWS, product_layout, row_layout, store_layout
 from .sums import accumulator, accumulators, as_column
 
 MOST: gl.constexpr = gl.constexpr(2.0**99)
-"""More than the weights of all keys of a row can add up to, relative to half of the soft cap: each is at most 2^36.5
-(half of the largest cap, `forward._BOUND`), so 2^31 keys add up to less than 2^68."""
+"""Above any sum of weights relative to half of the soft cap: a weight is at most 2^36.5 (half of the largest cap,
+`forward._BOUND`), so those of 2^31 keys add up to less than 2^68."""
 
 
 @gluon.jit
 def no_maxima(TOP: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The `tops` of `Scores` for rows that have seen no key; all their maxima in `tops[0]` are `TOP`."""
+    """The `tops` of `Scores` for rows that have seen no key: `TOP`, and -inf for the exact maxima if `F.max_logits`."""
     OF_ROWS: gl.constexpr = row_layout(PLAN.kv_tile)
     top = gl.full([CONSUMER_ROWS], TOP, gl.float32, OF_ROWS)
     return (top, gl.full([CONSUMER_ROWS], -float("inf"), gl.float32, OF_ROWS)) if F.max_logits else (top,)

@@ -34,7 +34,7 @@ class ForwardPlan:
     q_stages: int = 2
     """With two, the queries of the next turn are fetched early."""
 
-    # What follows from the call (`forward.forward`).
+    # What follows from the call (`forward`); it may also replace `in_rotation` and `q_stages`.
     masked: bool = False
     """Some tiles may need a mask."""
     fresh: bool = False
@@ -107,7 +107,7 @@ class BackwardPlan:
     abreast: int = 1
     """How many neighbouring key tiles of a head begin together."""
 
-    # What follows from the call (`backward.backward`).
+    # What follows from the call (`backward`).
     masked: bool = False
     """Some tiles may need a mask."""
     query_kinds: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class BackwardPlan:
 
 
 def _numbered(first: int, counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """For each name its first number, and its second entry in `counts`, whose first entry says how many it has."""
+    """Numbers the names from `first` on. `counts[name]` is (how many, a value); found is (first, value)."""
     found = {}
     for name, (count, what) in counts.items():
         found[name] = first, what

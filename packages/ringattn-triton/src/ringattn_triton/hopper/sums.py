@@ -48,8 +48,8 @@ def _zeros(WIDTH: gl.constexpr):
 def add_values(sums, weights, shared, stage, step, there, DIM: gl.constexpr, PLAN: gl.constexpr):
     """Begins to add the weighted values of step `step` of the program to the accumulators, one product for each.
 
-    If `there`, it first waits until the values have arrived in `stage`. Otherwise no such step exists, and it
-    multiplies what lies in the stage; the caller drops the result. Of two pieces, the second has only one
+    If such a step is `there`, it first waits until the values have arrived in `stage`. Otherwise it multiplies what
+    the stage holds, and the caller drops the result. Of two pieces, the second has only one
     stage. Its product comes first, so that the stage is empty sooner.
     """
     if in_two_pieces(DIM):

@@ -57,7 +57,7 @@ class Arranged(NamedTuple):
     turns_at_once: int
     """`rows_at_once`: how many turns the key heads that run side by side have in all."""
     heads: int
-    """Among how many key heads these are chosen: those of one batch row, or of all."""
+    """The number of key heads that turns are spread over: those of one batch row, or of all."""
 
 
 def arranged(plan: BackwardPlan, block: Block, constants: BlockConstants) -> Arranged:
@@ -102,7 +102,7 @@ def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan)
     if half of the turns run at once: each program then takes a long turn and a short one, and all begin the next heads
     together. With documents, short turns of few heads would wait for each other, while one long document takes the
     same time with any number of heads. With bits, the turn of a block that all queries choose is the longest, and the
-    other turns of its head follow it; so the limit is used in full, and as many heads as may do this at once. Turns of
+    other turns of its head follow it; so as many heads run side by side as the limit allows. Turns of
     wide heads that see all keys get out of step, so no more heads run than the cache holds, but enough for every
     program to have a turn.
     """
