@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def roles(self) -> arrays.Roles:
-        """Which mesh axes split the batch, the sequence and the heads: none where none is given."""
+        """The mesh axes that split the batch, the sequence and the heads; no axis where none is given."""
         return arrays.Roles(self.batch_axis_name or (), self.axis_name or (), self.head_axis_name or ())
 
 
