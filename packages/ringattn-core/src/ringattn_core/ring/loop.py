@@ -83,9 +83,8 @@ def ring_loop(
         {name: jax.tree.map(functools.partial(as_array, name), x) for name, x in side.items()}
         for side in (own, travelling)
     )
-    if twice := {*own} & {*travelling}:
-        raise InputError(min(twice), "is on both sides", "Give the array that travels a name of its own")
-    split = split_of(mesh, {"axis_name": axis_name}, {**own, **travelling})
+    both = own | {f"travelling {name}" if name in own else name: x for name, x in travelling.items()}
+    split = split_of(mesh, {"axis_name": axis_name}, both)
     _refuse_half_manual(split, [*own.values(), *travelling.values()])
     for name_of_side, side in (("own", own), ("travelling", travelling)):
         named = [(name, x) for name, tree in side.items() for x in jax.tree.leaves(tree)]
