@@ -60,7 +60,8 @@ class Answer:
     sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up, and, in half precision, each row of
     `dq` and `dk` and each entry of `dbias`: they may be small beside it, as the derivatives of a query that sees one
     key are 0.
-    In float32 the `slack` of `dq` and `dk` is the rounding of their terms, which is left where these cancel.
+    In float32 the `slack` of `dq` and `dk` is the rounding of their terms, which is left where these cancel; that of
+    `dslopes` has it too.
     `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
     of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
     where the terms cancel.
@@ -278,6 +279,9 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
     if problem.slopes is not None:
         gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
         slack["dslopes"] = _of_sums(p * rounding[..., None] * distances(problem), (0, 2, 3), half)
+        if not half:  # as above, for a sum over all queries, whose roundings are independent
+            of_pairs = (p * (np.abs(keep * dp) + of_delta[..., None]) * distances(problem)) ** 2
+            slack["dslopes"] += float(np.finfo(np.float32).eps * np.sqrt(of_pairs.sum((0, 2, 3)).max()))
     if problem.sinks is not None and weight is not None:
         weight = weight / total
         of_heads = -np.sum(weight * delta[..., None], (0, 2))
