@@ -30,7 +30,7 @@ NEEDS = frozenset({Feature.GRADIENTS, Feature.CROSS_LENGTHS})
 """CROSS_LENGTHS, because a block has all queries but only half of the keys."""
 _OF_KEYS = axes_with(Gradients, "S")
 """The gradients with a key axis, and that axis: each block gives its own keys' part. The rest is summed over blocks."""
-CHOSEN = tuple(case for case in CASES if case.sinks is None and case.kv_length % SHARDS == 0)
+CHOSEN = tuple(case for case in CASES if case.sinks is None and case.kv_length % SHARDS == 0 and not case.forward)
 
 
 def _kernel(backend: str) -> BlockKernel | None:
