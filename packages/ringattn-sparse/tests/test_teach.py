@@ -205,7 +205,7 @@ def test_half_precision_is_as_near_as_its_products(dtype: Any) -> None:
 
 
 def test_derivatives_below_the_numbers_of_float16_are_kept() -> None:
-    """With a loss scale, as float16 is trained: those of the products are about 1e-6 before it, the gradients are not."""
+    """With a loss scale, as float16 is trained: derivatives of products are about 1e-6 before it."""
     options: dict[str, Any] = {"causal": True}
     arrays = drawn(4, dtype=jnp.float16)
     arrays = with_lse(arrays | {"weights": arrays["weights"] * jnp.float16(2**-14)}, options)

@@ -91,7 +91,7 @@ def select(
     key = blocks.split(key)
     choice = Choice(count, blocks.size, groups, pool, causal, first, newest, activation)
     own = {"index_query": query, "weights": weights, "q_segment_ids": q_ids}
-    travelling = {blocks.name: _means(key, kv_ids) if pool == "mean" else key, "kv_segment_ids": kv_ids}
+    travelling = {blocks.name: (_means(key, kv_ids) if pool == "mean" else key, kv_ids)}
     own, travelling = jax.lax.stop_gradient((own, travelling))
     best = ring_loop(choice, own, travelling, axis_name=axis_name, mesh=mesh, layout=layout)
     return _ascending(best)
@@ -118,7 +118,7 @@ class Choice:
     activation: Activation
 
     def __call__(self, own: Any, theirs: Any, best: Best | None) -> Best:
-        (key, kv_ids), blocks = theirs.arrays.values(), theirs.index
+        ((key, kv_ids),), blocks = theirs.arrays.values(), theirs.index
         query, weights, q_ids = (own.arrays[name] for name in ("index_query", "weights", "q_segment_ids"))
         length, heads = query.shape[1], query.shape[0] * query.shape[2]
         size, kept = 1 if self.sees_starts(kv_ids) else self.size, query.shape[0] * self.groups * blocks.size

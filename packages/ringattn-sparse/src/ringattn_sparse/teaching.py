@@ -104,10 +104,10 @@ def teach(
     cap = None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap)
     lesson = Lesson(blocks.size, groups, bool(causal), softmax_scale, cap, activation, str(index_query.dtype))
     constants = {"query": query, "lse": jnp.swapaxes(lse, 1, 2), "selected": selected, "q_segment_ids": q_ids}
-    passing = {"key": blocks.split(key), "kv_segment_ids": kv_ids}
+    passing = blocks.split(key), kv_ids
     constants, passing = jax.lax.stop_gradient((constants, passing))
     own = {"index_query": index_query, "weights": weights} | constants
-    travelling = {blocks.name: blocks.split(index_key)} | passing
+    travelling = {blocks.name: (blocks.split(index_key), *passing)}
     # JAX then sums the gradient of an array that is the same on several ranks of a `shard_map`.
     own, travelling = align((own, travelling), axes_of(own, travelling))
     axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
@@ -176,7 +176,8 @@ class Lesson:
         choices = 0 if queries["selected"] is None else queries["selected"].shape[2]
         heads = batch * max(heads, queries["index_query"].shape[2])
         of_queries, of_keys = tiles.cuts(length, blocks.size, self.size, heads, batch * choices * (blocks.size + 1))
-        keys = of_keys.split([*theirs.arrays.values()]), of_keys.split(blocks[None], -1)[:, 0]
+        (arrays,) = theirs.arrays.values()
+        keys = of_keys.split(arrays), of_keys.split(blocks[None], -1)[:, 0]
         return of_queries.split(queries), of_queries, keys, of_keys
 
     def chosen(self, queries: Any, theirs: Any, of_keys: tiles.Cut) -> Bool[Array, "tiles B blocks choices t"] | None:
@@ -338,10 +339,10 @@ def _forward(lesson: Lesson, ring: Any, own: Any, travelling: Any) -> Any:
     sums = _loop(Measure, lesson, ring, own, travelling)
     known = own | {"index_lse": sums.index_lse, "weight": sums.weight}
     of_queries, dkey = _loop(Differentiate, lesson, ring, known, travelling, send_home=True)
-    name, index_key = next(iter(travelling.items()))
+    ((name, (index_key, *others)),) = travelling.items()
     of_own = {key: _placed_as(dx, own[key]) for key, dx in of_queries._asdict().items()}
-    of_travelling = {name: _placed_as(dkey, index_key)}
-    return _totals(sums), (dict.fromkeys(own) | of_own, dict.fromkeys(travelling) | of_travelling)
+    of_travelling = {name: (_placed_as(dkey, index_key), *[None] * len(others))}
+    return _totals(sums), (dict.fromkeys(own) | of_own, of_travelling)
 
 
 def _backward(lesson: Lesson, ring: Any, gradients: Any, cotangents: Any) -> Any:

@@ -5,6 +5,7 @@ Row `i` is query `i // group` in head `i % group` of its group. Reordering copie
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -45,19 +46,19 @@ def numbers_of_heads(x: Float32[Array, "B K rows"], group: int) -> Float32[Array
 
 def partial_of_rows(partial: Partial, group: int) -> Partial:
     """The partial result of a block, for its `as_rows`."""
-    out, largest = partial.out, partial.max_logits
-    return Partial(
-        out if out is None else rows(out, group),
-        numbers_of_rows(partial.lse, group),
-        largest if largest is None else numbers_of_rows(largest, group),
-    )
+    return _mapped(partial, lambda x: rows(x, group), lambda x: numbers_of_rows(x, group))
 
 
 def partial_of_heads(partial: Partial, group: int) -> Partial:
     """The inverse of `partial_of_rows`."""
+    return _mapped(partial, lambda x: heads(x, group), lambda x: numbers_of_heads(x, group))
+
+
+def _mapped(partial: Partial, of_vectors: Any, of_numbers: Any) -> Partial:
+    """Applies `of_vectors` to the output of `partial`, and `of_numbers` to its other arrays."""
     out, largest = partial.out, partial.max_logits
     return Partial(
-        out if out is None else heads(out, group),
-        numbers_of_heads(partial.lse, group),
-        largest if largest is None else numbers_of_heads(largest, group),
+        out if out is None else of_vectors(out),
+        of_numbers(partial.lse),
+        largest if largest is None else of_numbers(largest),
     )
