@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the engine: a scan and an unrolled ring agree bit for bit, and memory does not grow with the ring."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ringattn_core import ring_attention
 from ringattn_core.contract import ordering
 from ringattn_core.errors import DerivativeError
 from ringattn_core.ring import plan
+from ringattn_core.ring.kv import KV, packed, total
 from ringattn_testing.rings import close, differentiated, mesh_of, query_key_value
 from ringattn_testing.traced_calls import bodies, order_of
 
@@ -49,6 +51,16 @@ def test_what_travels_stays_split_over_the_other_axes_of_a_mesh(dtype: Any):
     operands = [jax.ShapeDtypeStruct((2, 64, 4, 8), dtype, sharding=split)] * 3
     gradients = jax.jit(jax.grad(lambda *x: ring(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
     assert "all-gather" not in gradients.lower(*operands).compile().as_text()
+
+
+def test_rows_are_added_to_what_a_kernel_made_behind_a_barrier():
+    """Without it, JAX 0.11.2 compiles no float32 gradients of a window in a ring of GPUs ("DUS target must be a fusion
+    parameter"). JAX 0.10.2 and 0.12.0 do."""
+    mine = KV((jnp.ones((1, 6, 2, 8)), jnp.ones((1, 6, 2, 8))))
+    arriving = dataclasses.replace(packed(KV((jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 2, 8))))), start=3)
+    jaxpr = jax.make_jaxpr(lambda x: total(dataclasses.replace(mine, arrays=x), arriving).arrays)(mine.arrays).jaxpr
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert names.index("optimization_barrier") < names.index("scatter-add")
 
 
 def compiled(ranks: int, length: int, gradient: bool) -> Any:
