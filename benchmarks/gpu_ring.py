@@ -6,7 +6,9 @@ Causal, in the order of `--layout`. "gather" is an all-gather written in JAX aro
 GPUs. "balance" is a ring of contiguous arrays with `balance="zigzag"`. "alone" is one GPU with the tokens of one rank.
 In "apart" all GPUs do that at the same time and exchange nothing: GPUs of one kind differ by some percent, and a ring
 is as fast as its slowest. With `--documents N`, a row holds documents of `N` tokens, and calls promise that as
-`max_distance`. With `--window` or `--documents`, compare the milliseconds.
+`max_distance`. With `--window` or `--documents`, compare the milliseconds. With `--prefix 0.25`, the first quarter of
+each row sees itself whole, by `kv_range`. With `--selected 16x128`, each query and key head chooses 16 blocks of 128
+keys, independently of the others.
 """
 
 import argparse
@@ -18,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interleaved import ON_A_DEVICE, Attention, Claim, medians, ours, report, with_gradients
+from interleaved import ON_A_DEVICE, Attention, Claim, medians, report, with_gradients
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ringattn_core import ring_attention, to_layout
+from selected import independent, pairs
 
 Programs = Mapping[str, tuple[Callable[[], Any], str]]
 Rates = Mapping[str, float]
@@ -69,28 +72,65 @@ def gathered(mesh: Mesh, backend: str, layout: str = "zigzag") -> Attention:
 def masked(asked: argparse.Namespace, **options: Any) -> Attention:
     """`ring_attention` with the mask that the command line asks for, unless `options` have another window.
 
-    XLA does not see the ids of documents, as in a training step, whose ids come with the data.
+    XLA does not see ids and ranges, as in a training step, where they come with the data.
     """
     window = None if asked.window is None else (asked.window, 0)
     options = {"causal": True, "backend": asked.backend, "sliding_window": window} | options
-    if asked.documents is None:
-        return ours(**options)
+    if asked.sinks:
+        options["softmax_aux"] = jnp.zeros(asked.heads)
     mesh = options.get("mesh")
     order = options.get("layout", "contiguous"), 1 if mesh is None else mesh.size
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        ids = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32) // asked.documents, query.shape[:2])
-        ids = jax.lax.optimization_barrier(to_layout(ids, *order))
-        return ring_attention(query, key, value, q_segment_ids=ids, max_distance=(asked.documents - 1, 0), **options)
+        index = jnp.arange(query.shape[1], dtype=jnp.int32)
+
+        def by_query(x: jax.Array) -> jax.Array:
+            every_row = jnp.broadcast_to(x, (len(query), *x.shape))
+            return jax.lax.optimization_barrier(to_layout(every_row, *order))
+
+        given: dict[str, Any] = {}
+        if asked.documents is not None:
+            given |= {"q_segment_ids": by_query(index // asked.documents), "max_distance": (asked.documents - 1, 0)}
+        if asked.prefix:
+            length = int(asked.prefix * query.shape[1])
+            last = jnp.where(index < length, length - 1, index)
+            given |= {"causal": False, "kv_range": (by_query(jnp.zeros_like(index)), by_query(last))}
+        if asked.selected:
+            given |= {"selected": by_query(jnp.asarray(chosen(asked, len(index)))), "selected_size": asked.selected[1]}
+        return ring_attention(query, key, value, **options | given)
 
     return attend
+
+
+def chosen(asked: argparse.Namespace, tokens: int) -> np.ndarray:
+    """The ids of blocks that each query and key head chooses, in natural order."""
+    count, size = asked.selected
+    return independent(tokens, asked.kv_heads or asked.heads, count, size)
 
 
 def visible_pairs(asked: argparse.Namespace, one: Candidate) -> float:
     """How many pairs of query and key a candidate computes."""
     length = min(asked.documents or one.tokens, one.tokens)
     before = min(asked.window or length, length)
-    return one.batch * one.tokens / length * (length * before - before**2 / 2)
+    seen = one.batch * one.tokens / length * (length * before - before**2 / 2)
+    if asked.prefix:
+        seen += one.batch * (asked.prefix * one.tokens) ** 2 / 2
+    return seen * (pairs(chosen(asked, one.tokens), asked.selected[1]) if asked.selected else 1.0)
+
+
+def count_and_size(text: str) -> tuple[int, int]:
+    """The two numbers of "16x128"."""
+    count, size = map(int, text.split("x"))
+    return count, size
+
+
+def add_masks(parser: argparse.ArgumentParser, window: int | None) -> None:
+    """Adds the arguments that `masked` reads; `window` is the default of the first."""
+    parser.add_argument("--window", type=int, default=window, help="how many keys before its own a query sees")
+    parser.add_argument("--documents", type=int, help="the length of each document of a row, in contiguous order")
+    parser.add_argument("--prefix", type=float, default=0.0, help="the share of a row in which tokens see each other")
+    parser.add_argument("--selected", type=count_and_size, help="blocks that a query chooses, and their size: 16x128")
+    parser.add_argument("--sinks", action="store_true", help="one sink for each head")
 
 
 def compiled(attend: Attention, arrays: tuple[jax.Array, ...], part: str) -> tuple[Callable[[], Any], str]:
@@ -155,8 +195,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, help="as many as --heads unless given")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag", "striped"))
-    parser.add_argument("--window", type=int, help="how many keys before its own position a query sees")
-    parser.add_argument("--documents", type=int, help="the length of each document of a row, in contiguous order")
+    add_masks(parser, window=None)
     parser.add_argument("--rounds", type=int, default=5)
     others = (*BESIDE, TWO_LEVELS, BALANCE)
     parser.add_argument("--beside", nargs="*", default=BESIDE, choices=others, help="what the ring is measured beside")
@@ -166,7 +205,8 @@ def main() -> None:
         raise SystemExit("this benchmark needs several GPUs in one process")
     if TWO_LEVELS in asked.beside and (ranks < 4 or ranks % 2):
         raise SystemExit(f"{TWO_LEVELS} needs four GPUs or more, an even number")
-    if (asked.window or asked.documents) and "gather" in asked.beside:
+    others_than_causal = asked.window, asked.documents, asked.prefix, asked.selected, asked.sinks
+    if any(others_than_causal) and "gather" in asked.beside:
         raise SystemExit("the gather by hand is causal only: name what else the ring is measured beside")
     if asked.documents and asked.layout != "contiguous":
         raise SystemExit("--documents needs --layout contiguous")

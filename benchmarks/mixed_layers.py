@@ -12,7 +12,7 @@ from typing import Final
 
 import jax
 import numpy as np
-from gpu_ring import WORK, Candidate, compiled, masked
+from gpu_ring import WORK, Candidate, add_masks, compiled, masked
 from interleaved import ON_A_DEVICE, medians, report
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -47,9 +47,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, help="as many as --heads unless given")
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--window", type=int, default=1023, help="how many keys before its own position a query sees")
+    add_masks(parser, window=1023)
     parser.add_argument("--locals", type=int, default=5, help="how many window layers a group has")
-    parser.add_argument("--documents", type=int, help="the length of each document of a row")
     parser.add_argument("--plans", nargs="*", default=[*PLANS], choices=PLANS)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
