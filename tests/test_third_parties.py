@@ -141,7 +141,10 @@ def test_a_ring_of_a_kernel_for_jax_triton_agrees_with_one_of_the_xla_backend(mo
 
 
 class Tokamax:
-    """What tokamax's two kernels compute of one batch row, in plain JAX, and the lengths that they are called with."""
+    """What tokamax's two kernels compute of one batch row, in plain JAX, and the lengths that they are called with.
+
+    With ranges by head, dk and dv are those of the first head of each group, as on an H200.
+    """
 
     Config = dict
 
@@ -172,12 +175,20 @@ class Tokamax:
         is_causal: bool, logits_scale: float, **_: Any,
     ) -> Any:  # fmt: skip
         group, (m, total) = q.shape[1] // k.shape[1], residuals
-        p = jnp.exp(cls.scores(q, k, ends, logits_scale, is_causal) - m[..., None]) / total[..., None]
         delta = jnp.einsum("tnh,tnh->nt", out, dout, preferred_element_type=jnp.float32)
-        q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, dout))
-        ds = p * (jnp.einsum("tnh,snh->nts", do, jnp.repeat(v, group, 1)) - delta[..., None]) * logits_scale
-        dq = jnp.einsum("nts,snh->tnh", ds, jnp.repeat(k, group, 1))
-        dk, dv = jnp.einsum("nts,tnh->snh", ds, q), jnp.einsum("nts,tnh->snh", p, do)
+
+        def derivatives(ends: Any) -> tuple[Any, Any]:
+            p = jnp.exp(cls.scores(q, k, ends, logits_scale, is_causal) - m[..., None]) / total[..., None]
+            dp = jnp.einsum("tnh,snh->nts", dout, jnp.repeat(v, group, 1), preferred_element_type=jnp.float32)
+            return p, p * (dp - delta[..., None]) * logits_scale
+
+        ds = derivatives(ends)[1]
+        p_of_keys, ds_of_keys = derivatives(
+            tuple(x if x is None or len(x) == 1 else jnp.repeat(x[::group], group, 0) for x in ends)
+        )
+        dq = jnp.einsum("nts,snh->tnh", ds, jnp.repeat(k, group, 1).astype(jnp.float32))
+        dk = jnp.einsum("nts,tnh->snh", ds_of_keys, q.astype(jnp.float32))
+        dv = jnp.einsum("nts,tnh->snh", p_of_keys, dout.astype(jnp.float32))
         dk, dv = (x.reshape(len(k), -1, group, x.shape[-1]).sum(2) for x in (dk, dv))
         return *(x.astype(dout.dtype) for x in (dq, dk, dv)), None
 
@@ -197,8 +208,13 @@ IDS = np.array([[0, 0, 4, 4, 1, -1]] * 2, np.int32)
 
 @pytest.mark.parametrize(
     "mask",
-    [{}, {"causal": True, "sliding_window": 9}, {"causal": True, "q_segment_ids": IDS, "softmax_scale": -0.3}],
-    ids=["causal", "window", "documents"],
+    [
+        {},
+        {"causal": True, "sliding_window": 9},
+        {"causal": True, "q_segment_ids": IDS, "softmax_scale": -0.3},
+        {"kv_range": (np.broadcast_to(np.int32([[[0], [5], [9], [2]]]), (2, 4, 6)), np.full((2, 4, 6), 20, np.int32))},
+    ],
+    ids=["causal", "window", "documents", "ranges of heads"],
 )
 def test_a_ring_of_tokamax_agrees_with_one_of_the_xla_backend(tokamax: Any, mask: dict[str, Any]):
     """The lengths are no multiple of a tile, and the cotangent of the log-sum-exp reaches the gradients."""

@@ -2,6 +2,7 @@
 """What a call must do: give the right answer if the backend declares every feature it needs, or else raise."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
 from . import comparison, culprits, oracle
-from .cases import Case
+from .cases import DTYPES, Case
 from .ranks import Local, Placed, run
 
 
@@ -24,11 +25,15 @@ def supports(backend: str, *features: Feature) -> bool:
 
 
 def declared(backend: str, case: Case, *kept: Feature) -> Case:
-    """The case without options that the backend does not declare, so that tests of other promises still run.
+    """The case without what the backend does not declare, so that tests of other promises still run.
 
-    Options that need only features in `kept` stay, even if undeclared.
+    Options that need only features in `kept` stay, even if undeclared. An undeclared dtype becomes a declared one.
     """
-    return case.within(features_of(backend).union(kept)).with_heads_for(backend)
+    features = features_of(backend).union(kept)
+    dtypes = [name for name in DTYPES if Feature[name.upper()] in features]
+    if case.dtype not in dtypes:
+        case = dataclasses.replace(case, dtype=dtypes[0])
+    return case.within(features).with_heads_for(backend)
 
 
 @contextlib.contextmanager

@@ -217,7 +217,9 @@ def _values_of_queries(
     lse = jnp.where(lse == -jnp.inf, unseen, lse * unit)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=unseen)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
-    rows = jnp.stack([lse, delta])
+    # Without the barrier, XLA sums the products of `delta` while it stacks, in threads that each read a whole row: with
+    # heads of 256 that takes longer than the kernel saves.
+    rows = jnp.stack([lse, jax.lax.optimization_barrier(delta)])
     others = list(_query_values(block, plan.q_tile, more).values())
     return _in_parts(rows) if plan.subtracting else rows, jnp.stack(
         jnp.broadcast_arrays(*others), 2
