@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: as strict as the specification, and a failure says all that is needed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from ringattn_conformance import comparison
@@ -43,6 +45,26 @@ def test_the_rounding_of_float32_passes_where_scores_are_large_before_a_small_so
     assert comparison.allowed("lse", "float32", exact.lse, exact.largest) < error
     assert error < comparison.allowed("lse", "float32", exact.lse, exact.largest, exact.uncapped)
     assert comparison.allowed("lse", "bfloat16", exact.lse, exact.largest, exact.uncapped) == 2e-2
+
+
+def test_the_rounding_of_operands_to_tf32_passes_where_scores_are_large_before_a_small_soft_cap():
+    """Scores of 300 before a cap of 2, from operands rounded to 10 bits of mantissa, in exact arithmetic."""
+    case = Case(
+        "capped-2", batch=1, heads=4, gain=80.0, soft_cap=2.0, q_length=144, kv_length=144, head_dim=256, chunk=3,
+        value_dim=64, lse=True, precision="default",
+    )  # fmt: skip
+    problem = case.inputs.problem
+    exact = attend(problem)
+    rounded = attend(dataclasses.replace(problem, q=_with_ten_bits(problem.q), k=_with_ten_bits(problem.k)))
+    assert np.abs(rounded.lse - exact.lse).max() > comparison.allowed("lse", "bfloat16", exact.lse, exact.largest)
+    got = {"out": rounded.out.astype(np.float32), "lse": rounded.lse.astype(np.float32)}
+    assert comparison.against_oracle(got, exact, case) == []
+    assert comparison.against_oracle(got, exact, dataclasses.replace(case, precision=None)) != []
+
+
+def _with_ten_bits(x: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent).astype(np.float32)
 
 
 def test_the_factor_of_the_run_multiplies_every_tolerance(monkeypatch: pytest.MonkeyPatch):

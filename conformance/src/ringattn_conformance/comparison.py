@@ -58,7 +58,7 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
     score that any query sees, sinks included (`Answer.largest`); beyond `SAFE_SCORE` the tolerance grows with it.
     In float32 the largest score before the soft cap (`uncapped`) counts too: a score near zero may be a sum of products
     that large, so it has their rounding error, and the cap does not shrink an error near zero. In half precision this
-    error is far below the tolerance, because products are summed in float32.
+    error is far below the tolerance, because products are exact and summed in float32.
     """
     score = max(largest, uncapped) if dtype == "float32" else largest
     growth = factor * max(1.0, score / SAFE_SCORE)
@@ -111,12 +111,16 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, case: Case) -> list[s
 
     The tolerance of the output is multiplied by the case's `value_gain`. A result whose own dtype is half
     precision, such as the gradient of a bfloat16 bias beside float32 inputs, has the tolerance of that dtype.
+    With a lower `precision`, products of float32 inputs are not exact, so scores before the soft cap count.
     """
-    dtype = case.dtype if case.precision in (None, "highest") else LOWER_PRECISION
+    dtype, largest = case.dtype, answer.largest
+    if case.precision not in (None, "highest"):
+        largest = max(largest, answer.uncapped) if dtype == "float32" else largest
+        dtype = LOWER_PRECISION
     wanted, faults = answer.by_name, []
     for name, x in got.items():
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
-        tolerance = max(allowed(name, one, wanted[name], answer.largest, answer.uncapped) for one in dtypes)
+        tolerance = max(allowed(name, one, wanted[name], largest, answer.uncapped) for one in dtypes)
         tolerance = allowed_by_row(name, dtype, answer, tolerance)
         tolerance = tolerance * (case.value_gain if name == "out" else 1.0) + answer.slack.get(name, 0.0)
         faults += difference(name, x, wanted[name], tolerance, answer.empty)

@@ -43,7 +43,7 @@ def minimum(x: Any, y: Any) -> Tensor:
 
 
 def dot(input: Tensor, other: Tensor, acc: Any = None, input_precision: Any = None) -> Tensor:
-    """`input other + acc`, summed in float32. Rounds float32 inputs to TF32 unless `input_precision` asks for more."""
+    """`input other + acc`, summed in float32. Cuts float32 inputs to TF32 unless `input_precision` asks for more."""
     a, b = input.data, other.data
     if input.dtype is tl.float32 and constant(input_precision) in (None, "tf32"):
         a, b = to_tf32(a), to_tf32(b)

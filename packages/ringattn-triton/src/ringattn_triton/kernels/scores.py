@@ -190,14 +190,28 @@ def derivatives(
 
 
 @triton.jit
+def as_operand(x, like, F: tl.constexpr):
+    """Converts float32 `x` to the dtype of `like`, for a product; for a TF32 product, rounds it to the nearest number.
+
+    `kernel_inputs.rounded` does the same for the arrays that kernels read, and says why. NaN is left as it is: adding
+    to its bits may turn it into zero.
+    """
+    if F.precision == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(like.dtype)
+
+
+@triton.jit
 def narrowed(dproduct, like, F: tl.constexpr):
-    """Converts `dproduct`, the gradient of `q k` without the softmax scale, to the dtype of `like`.
+    """Converts `dproduct`, the gradient of `q k` without the softmax scale, by `as_operand`.
 
     For float16 the result is multiplied by the scale: without it, a gradient may exceed 65504, the largest float16.
     """
     if like.dtype == tl.float16:
         dproduct = dproduct * F.scale
-    return dproduct.to(like.dtype)
+    return as_operand(dproduct, like, F)
 
 
 @triton.jit

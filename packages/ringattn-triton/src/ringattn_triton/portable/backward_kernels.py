@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import backward_rows, bent, biases, derivatives, narrowed, of_head, scaled, with_per_head_gradient
+from ..kernels.scores import (
+    as_operand,
+    backward_rows,
+    bent,
+    biases,
+    derivatives,
+    narrowed,
+    of_head,
+    scaled,
+    with_per_head_gradient,
+)
 from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries
 from .bias_sums_kernel import keep_tile
@@ -107,7 +117,7 @@ def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
     lse, delta = backward_rows(LSE, DELTA, rows, rows, F, Q_RAGGED, True)
     dropped, _, dproduct = derivatives(bent_product, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False)
-    dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
+    dv = tl.dot(as_operand(dropped, dout, F), dout, dv, input_precision=F.precision)
     dk = tl.dot(narrowed(dproduct, q, F), q, dk, input_precision=F.precision)
     return dk, dv
 

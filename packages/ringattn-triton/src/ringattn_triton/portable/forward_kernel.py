@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import LOG2_E, bent, biases, continued_rows, final_rows, of_head, scored
+from ..kernels.scores import LOG2_E, as_operand, bent, biases, continued_rows, final_rows, of_head, scored
 from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries, of_rows, visible
 
@@ -143,7 +143,7 @@ def continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
         v_pointers + at, columns[:, None], value_dims[None, :], F.kv_length, F.value_dim, KV_RAGGED,
         F.value_dim != VALUE_DIM,
     )  # fmt: skip
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=F.precision)
+    acc = tl.dot(as_operand(p, v, F), v, acc * shrink[:, None], input_precision=F.precision)
     if F.max_logits:
         return acc, now, total, tl.maximum(sums[3], most)
     else:
