@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32
 from ringattn_core.contract import heads_as_rows
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 
-from . import grouped_rows, kernel_inputs
+from . import grouped_rows
 from .few_queries import family as few_queries
 from .hopper import family as hopper
 from .launch.target import Target, target
@@ -51,7 +51,6 @@ class TritonKernel:
 
     candidate_configs = staticmethod(candidate_configs)
     few_queries = few_queries.MOST_ROWS
-    rounded = staticmethod(kernel_inputs.rounded)
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         return _forward(block, partial, target())

@@ -259,7 +259,7 @@ class BlockKernel(Protocol):
     """Attention over one block, forward and backward. Core has the ring, derivatives, sinks, vmap, layouts and padding.
 
     A kernel object is hashable: JAX compiles a call once for equal objects. Without the feature GRADIENTS it needs no
-    `backward`. Four attributes are optional:
+    `backward`. Three attributes are optional:
 
     - `features`: a backend with this kernel may declare only these.
     - `static_masks = True` asks for `Block.keys_from` and `Block.out`, as kernels of `from_flash` do. Blocks with a
@@ -267,9 +267,6 @@ class BlockKernel(Protocol):
     - `few_queries = n`: for a key head that at most `n` queries read, counted over all heads of its group, the kernel
       reads each key once and occupies the whole device. Without it, `decode_attention` cuts the keys into chunks, which
       become batch rows, and the heads of a group become queries of one head.
-    - `rounded(x, rule)`: what products of the kernel read of `x`, if they read fewer bits than it has, as TF32 products
-      do of float32. `backward` gets `dout` so rounded, and `delta` of it: else `dp - delta` would not vanish where a
-      query sees one key.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

@@ -46,7 +46,7 @@ def backward(ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax
     `bias_fixed`: the bias is not differentiated.
     """
     raw = dout
-    dout, delta = _dout_and_delta(ring, call, result, dout, dlse)
+    dout, delta = _dout_and_delta(call, result, dout, dlse)
     kernel, own, queries = batching.backward(ring.kernel), KV(call.travelling), queries_of(ring, call)
     travel = bool(ring.levels) or ring.all_gather
     # Gradients of these arrays are summed over ranks in float32 outside, so the kernel must not round them.
@@ -134,17 +134,10 @@ def expanding(expand: Expansion, params: Any, body: Body) -> Body:
     return on_arrival
 
 
-def _dout_and_delta(
-    ring: Ring, call: Call, result: Partial, dout: jax.Array, dlse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`dout` as the kernel reads it, with zeros in its padding, and `delta` of each query and head.
-
-    `delta` is `Σ dout * out - dlse`.
-    """
+def _dout_and_delta(call: Call, result: Partial, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`dout` with zeros in its padding, and `delta`: for each query and head, `Σ dout * out - dlse`."""
     ids = call.q_segment_ids
     dout, dlse = zero_padding(dout, ids), jnp.swapaxes(zero_padding(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
-    if (rounded := getattr(ring.kernel, "rounded", None)) is not None:
-        dout = rounded(dout, call.rule)
     # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
     assert result.out is not None
     products = dout.astype(jnp.float32) * result.out.astype(jnp.float32)
