@@ -190,6 +190,24 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(beside, head_dim, 
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "fields", "target", "trace"),
+    in_tests(
+        lambda *case: case[-1] == from_sinks,
+        [
+            (jnp.float32, "default", {"bias": bias(1, 1, LENGTH, LENGTH), **DROPPED}, 90, from_sinks),
+            (jnp.float32, None, {}, 86, from_sinks),
+            (jnp.bfloat16, None, {"bias": half_bias(1, 1, LENGTH, LENGTH), **DROPPED}, 100, traced),
+        ],
+    ),
+)
+def test_a_kernel_that_needs_more_shared_memory_than_there_is_gets_fewer_stages(
+    dtype, precision, fields, target, trace, monkeypatch
+):
+    for report in reports(alone(block(dtype, 128, precision=precision, **fields)), target, monkeypatch, trace):
+        runs(report, target)
+
+
 @pytest.mark.parametrize(("dtype", "dim", "target"), [(jnp.bfloat16, 128, 90), (jnp.bfloat16, 64, 80)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_another_width_of_a_window_compiles_no_other_kernel(dtype, dim, target, fused):

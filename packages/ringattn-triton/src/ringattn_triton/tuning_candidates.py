@@ -25,8 +25,9 @@ _STAGES: Final = (2, 3)
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
     """The schedules to measure: all whose tiles are no longer than the block; none on a CPU (interpreted kernels).
 
-    A schedule that does not fit the device fails when it is tried. The backward pass has a kernel that owns keys and a
-    kernel that owns queries: each schedule of one is combined with each schedule of the other with equally many stages.
+    A schedule that does not fit the device fails when it is tried, or is compiled with fewer stages. The backward pass
+    has a kernel that owns keys and a kernel that owns queries: each schedule of one is combined with each schedule of
+    the other with equally many stages.
     """
     if problem.platform == "cpu":
         return []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles Triton and Gluon kernels, and launches them by jaxlib's `triton_kernel_call_ffi`."""
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -19,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ..kernels.parameters import by_parameter, paths
 from .disk_cache import Compiled, kept
 from .kernel_call import KernelCall
+from .target import Target
 
 _KIND: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32", "uint32": "u32"}
 _ALIGNED: Final = 16
@@ -58,7 +60,11 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
 
 @functools.cache
 def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget) -> Compiled:
-    """Compiles the kernel of a launch, or loads it from disk; `dtypes` are those of operands, then of outputs."""
+    """Compiles the kernel of a launch, or loads it from disk; `dtypes` are those of operands, then of outputs.
+
+    A kernel that needs more shared memory than an NVIDIA GPU has is compiled with fewer stages; tiles and the order of
+    sums stay. Only the compiler knows the need: it depends on the GPU, and options of a call add tiles of scores.
+    """
     names, fixed = call.kernel.arg_names, dict(call.constants)
     pointers = by_parameter([name for name in names if name not in fixed], (f"*{_KIND[x]}" for x in dtypes))
     signature = {name: "constexpr" if name in fixed else pointers[name] for name in names}
@@ -71,7 +77,11 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
         # CUDA 12.8 and 12.9 assemble these versions of PTX. Triton's default may be too new for the assembler of XLA.
         asked |= {"maxnreg": call.registers, "ptx_version": 87 if int(target.arch) < 100 else 88}
     options = backend.parse_options(asked)
-    return kept(source, backend, options, lambda: _by_stages(source, backend, options, target))
+    made = kept(source, backend, options, lambda: _by_stages(source, backend, options, target))
+    limit = Target("cuda", int(target.arch)).shared_memory if target.backend == "cuda" else None
+    if limit is not None and made.shared > limit and call.stages > 1:
+        return compile_kernel(dataclasses.replace(call, stages=call.stages - 1), dtypes, target)
+    return made
 
 
 def _by_stages(source: Any, backend: Any, options: Any, target: GPUTarget) -> Compiled:

@@ -182,7 +182,8 @@ def _chosen(
 ) -> Schedule:
     """The `default`, cut to the block's lengths, except for sizes that the caller fixes in `params`.
 
-    Raises if the tiles of the schedule's pipeline alone exceed shared memory. (The compiler may need more.)
+    Raises if the tiles of the schedule's pipeline alone exceed shared memory. If the rest of the kernel does not fit
+    beside them, `launch.compiled` compiles it with fewer stages.
     """
     owner = "fwd_params" if isinstance(params, FwdParams) else "bwd_params"
     schedule = _fixed(_shortened(default, constants), params, owner)
