@@ -69,9 +69,11 @@ def test_a_mesh_with_an_axis_of_heads_does_not_reach_the_kernels(architecture: i
     assert "device_id" not in text
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["ranges", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "wide"), [(False, False), (True, False), (True, True)], ids=["ranges", "causal", "64 bits enabled"]
+)
 @pytest.mark.parametrize("architecture", PRODUCT, ids="sm_{}a".format)
-def test_both_passes_compile(architecture: int, causal: bool, monkeypatch: pytest.MonkeyPatch):
+def test_both_passes_compile(architecture: int, causal: bool, wide: bool, monkeypatch: pytest.MonkeyPatch):
     cores = MULTIPROCESSORS[architecture]
     on(architecture, monkeypatch)
     described = DEVICE.format(cores=cores, major=architecture // 10)
@@ -91,7 +93,8 @@ def test_both_passes_compile(architecture: int, causal: bool, monkeypatch: pytes
 
     dumped = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     before = {*dumped.glob("*.ptx")}
-    jax.jit(both).trace(*arrays).lower().compile()
+    with jax.enable_x64(wide):
+        jax.jit(both).trace(*arrays).lower().compile()
     made = {*dumped.glob("*.ptx")} - before
     texts = [path.read_text() for path in made]
     assert len(texts) == 3  # the forward kernel, that of dq, and that of dk and dv

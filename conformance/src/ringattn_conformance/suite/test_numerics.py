@@ -172,11 +172,15 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str
             answer = oracle.attend(clean.inputs.problem, dout, dlse)
             bad = {"out": rows, "dq": rows, "lse": np.swapaxes(rows, 1, 2), "dk": keys, "dv": keys}
             exempt = ("lse", "dv") if operand == "v" else ("dv",)  # exp(s - inf) is 0
-            faults = [fault for name, x in got.items() for fault in _hidden(name, x, bad[name], answer, name in exempt)]
+            faults = [
+                fault
+                for name, x in got.items()
+                for fault in _hidden(name, x, case.dtype, bad[name], answer, name in exempt)
+            ]
             comparison.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
 
 
-def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, exempt: bool) -> list[str]:
+def _hidden(name: str, got: np.ndarray, dtype: str, bad: np.ndarray, answer: oracle.Answer, exempt: bool) -> list[str]:
     """Faults: rows of `bad` that are finite, unless `exempt`, and finite elements elsewhere that are wrong."""
     want = answer.by_name[name]
     hidden = bad & np.isfinite(got).reshape(*bad.shape, -1).all(-1) & ~np.array(exempt)
@@ -184,7 +188,7 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
     faults = [f"{name}: {len(at)} rows hide it, the first at {at[0]}"] if at else []
     left_out = bad.reshape(*bad.shape, *[1] * (got.ndim - bad.ndim)) | ~np.isfinite(got)
     rest = np.where(left_out, 0, got), np.where(left_out, 0, want)
-    tolerance = comparison.allowed(name, "float32", want, answer.largest, answer.uncapped)
+    tolerance = comparison.allowed(name, dtype, want, answer.largest, answer.uncapped)
     return faults + comparison.difference(name, *rest, tolerance)
 
 

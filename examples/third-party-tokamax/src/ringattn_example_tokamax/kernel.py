@@ -46,7 +46,7 @@ def seeing_no_mesh(compute) -> Any:
     """`compute` as a JAX primitive, which sees no mesh; `like` has arrays with the shapes and dtypes of the results.
 
     Mosaic refuses arrays that vary over mesh axes. And it takes "heads" or "wg", axes of tokamax's grids, for the
-    mesh axis of that name where there is one.
+    mesh axis of that name where there is one. Nor does it see numbers of 64 bits: tokamax would mix them with others.
     """
     primitive, lower = Primitive(f"tokamax_{compute.__name__}"), mlir.lower_fun(compute, multiple_results=True)
     primitive.multiple_results = True
@@ -57,7 +57,8 @@ def seeing_no_mesh(compute) -> Any:
     def lowering(context, *operands, results, **static):
         plain = {name: over_no_mesh(getattr(context, name)) for name in ("avals_in", "avals_out")}
         alone = context.module_context.replace(axis_context=None)
-        return lower(context.replace(module_context=alone, **plain), *operands, **static)
+        with jax.enable_x64(False):
+            return lower(context.replace(module_context=alone, **plain), *operands, **static)
 
     primitive.def_abstract_eval(lambda *_, results, **static: over_no_mesh(results))
     mlir.register_lowering(primitive, lowering)
