@@ -178,7 +178,11 @@ def chosen(problem: Problem) -> np.ndarray:
     """True where a query has chosen the block of a key, `[B, N, T, S]`. Blocks count keys by their index."""
     assert problem.selected is not None
     block = np.arange(problem.k.shape[1]) // problem.selected_size
-    of_groups = (problem.selected[..., None] == block).any(3)
+    none = block[-1] + 1
+    ids = np.where((problem.selected < 0) | (problem.selected > none), none, problem.selected)
+    of_blocks = np.zeros((*ids.shape[:3], none + 1), bool)
+    np.put_along_axis(of_blocks, ids, True, 3)  # comparing each id with each key would take gigabytes
+    of_groups = of_blocks[..., block]
     return np.moveaxis(np.repeat(of_groups, problem.q.shape[2] // of_groups.shape[2], 2), 2, 1)
 
 
