@@ -62,7 +62,7 @@ class Answer:
     `dq` and `dk` and each entry of `dbias`: they may be small beside it, as the derivatives of a query that sees one
     key are 0.
     In float32 the `slack` of `dq`, `dk` and `dbias` is the rounding of their terms, which is left where these cancel;
-    that of `dslopes` has it too. It grows with the root of the size of values.
+    that of `dslopes` and `dsinks` has it too. It grows with the root of the size of values.
     `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
     of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
     where the terms cancel.
@@ -297,8 +297,11 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
     if problem.sinks is not None and weight is not None:
         weight = weight / total
         of_heads = -np.sum(weight * delta[..., None], (0, 2))
-        slack["dsinks"] = _of_sums(weight * rounding[..., None], (0, 2), half)
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
+        over = (0, 1, 2) if shared else (0, 2)
+        slack["dsinks"] = _of_sums(weight * rounding[..., None], over, half)
+        if not half:
+            slack["dsinks"] += of_all * float(np.sqrt(((weight * of_delta[..., None]) ** 2).sum(over).max()))
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
     return Answer(out, lse, largest, gradients, slack, uncapped, empty, max_logits, sizes)
 
