@@ -8,7 +8,7 @@ In "apart" all GPUs do that at the same time and exchange nothing: GPUs of one k
 is as fast as its slowest. With `--documents N`, a row holds documents of `N` tokens, and calls promise that as
 `max_distance`. With `--window` or `--documents`, compare the milliseconds. With `--prefix 0.25`, the first quarter of
 each row sees itself whole, by `kv_range`. With `--selected 16x128`, each query and key head chooses 16 blocks of 128
-keys, independently of the others.
+keys, independently of the others: the longer the row, the fewer of a tile's pairs are chosen, so compare milliseconds.
 """
 
 import argparse

@@ -54,3 +54,10 @@ def test_a_seed_always_draws_the_same_calls_and_another_seed_others():
     assert domains.today(SEED) == domains.today(SEED) != domains.today(SEED + 1)
     with np.errstate(all="raise"):
         assert len({entry["name"] for entry in domains.today(SEED)}) == len(domains.today(SEED))
+
+
+def test_a_single_causal_query_of_a_drawn_call_is_not_at_the_position_of_the_first_key_by_default():
+    every = [domains.draw(seed) for seed in range(1000)]
+    causal = [one for one in every if one["q_length"] == 1 and one.get("causal")]
+    assert max(one["kv_length"] for one in causal) > domains.MANY
+    assert [one for one in causal if "positions" not in one] == []

@@ -2,6 +2,7 @@
 """The command: what it prints, what it writes, and the exit codes that its help promises."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,14 @@ def test_what_is_wrong_with_the_expectations_is_found_and_fails(tmp_path: Path):
 def test_what_cannot_be_used_is_told_apart(tmp_path: Path, arguments: tuple[str, ...]):
     done = started(tmp_path, "-m", "ringattn_conformance.cli", "run", *arguments)
     assert done.returncode == cli.UNUSABLE, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("workers", ["0", "3"])
+def test_workers_multiply_matrices_in_one_thread_each(workers: str, monkeypatch: pytest.MonkeyPatch):
+    """One process alone may use all cores."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    threads = []
+    monkeypatch.setattr(pytest, "main", lambda _: threads.append(os.environ.get("OPENBLAS_NUM_THREADS")) or 1)
+    assert cli.main(["run", "xla", "-n", workers]) == cli.UNUSABLE
+    assert threads == [None if workers == "0" else "1"]

@@ -4,6 +4,7 @@
 import dataclasses
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -77,6 +78,17 @@ def test_a_range_of_two_axes_is_by_row_of_the_batch_and_one_of_three_by_row_and_
     seen = oracle.visible(Problem(q, k, v, kv_range=(by_head, by_row)))
     assert seen.sum(-1).tolist() == [[[1, 2], [0, 1], [0, 0]], [[3, 4], [2, 3], [1, 2]]]
     assert oracle.visible(Problem(q, k, v, kv_range=(0, np.array([0, 3])))).sum(-1).tolist() == [[[1, 4]] * 3] * 2
+
+
+def test_chosen_keys_take_memory_for_the_keys_and_not_for_their_square():
+    keys = 4000
+    every = np.arange(keys).reshape(1, 1, 1, keys)
+    problem = Problem(np.ones((1, 1, 1, 1)), np.zeros((1, keys, 1, 1)), np.ones((1, keys, 1, 1)), selected=every)
+    tracemalloc.start()
+    seen = oracle.visible(problem)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seen.all() and most < 100 * keys
 
 
 def test_a_row_that_sees_nothing_is_zero_and_its_lse_is_that_of_its_sinks():

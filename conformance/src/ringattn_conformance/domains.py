@@ -69,6 +69,7 @@ def draw(seed: int) -> Entry:
     if max(sizes["lengths"]) > MANY and (not single or rng.random() < 0.5):
         entry = {name: x for name, x in entry.items() if name not in (*MASKS, *FAR_APART)} | {"dropout": 0.5}
         sizes["dtype"] = "float32"
+        entry |= {"positions": "at-the-end"} if single else {}  # at 0 a causal query would see one key
     elif single:
         entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # not at 0, seeing one key
     if least := MASKS_OF_HEADS.get(entry.get("builder", "")):
@@ -118,9 +119,8 @@ def _with_effect(entry: Entry) -> Entry:
     """The call with scores large enough for its options to matter, and without options that cannot be judged.
 
     A query that sees one key has the probability 1, so its gradient of the score is 0. What a kernel computes there is
-    rounding alone: of `delta` in half precision, of the operands of float32 products with a lower `precision`, or of a
-    float32 sum over thousands of such queries. These calls therefore compare the forward pass alone. So do those with
-    such a `precision` and scores so large that one key has all the weight of a query.
+    rounding alone: of `delta` in half precision, or of a float32 sum over thousands of such queries. These calls
+    therefore compare the forward pass alone.
     """
     half = entry["dtype"] != "float32"
     if cap := entry.get("soft_cap"):
@@ -136,10 +136,9 @@ def _with_effect(entry: Entry) -> Entry:
         entry.pop("slopes", None)  # over such distances few keys keep any weight
     few = entry["kv_length"] < 4 or entry.get("chunk", 9) < 9 or entry.get("window") in NARROW
     few = few or entry.get("selected_size", 9) < 9
-    lower = entry.get("precision") not in (None, "highest")
-    too_large = entry.get("gain", 1.0) > 50 and (lower or entry["dtype"] == "float16")  # float16 overflows
+    overflowing = entry["dtype"] == "float16" and entry.get("gain", 1.0) > 50
     scores = entry["batch"] * entry["heads"] * entry["q_length"] * entry["kv_length"]
-    if scores > SCORES_WITH_GRADIENTS or too_large or (few and (half or lower or entry["q_length"] > 2000)):
+    if scores > SCORES_WITH_GRADIENTS or overflowing or (few and (half or entry["q_length"] > 2000)):
         entry["forward"] = True
         entry.pop("fused_backward", None)
     return {name: x for name, x in entry.items() if x is not None}

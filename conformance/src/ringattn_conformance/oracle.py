@@ -13,7 +13,8 @@ _FORBIDS: Final = -1e5
 """A bias below this masks out its pair of query and key, as -inf does."""
 _LEAST: Final = 1e-5
 """Added to each weight and each derivative of a score in `Answer.sizes`: float16 rounds numbers below 6e-5 to multiples
-of 6e-8, not to a part of their own size."""
+of 6e-8, not to a part of their own size. With dropout it is divided by the probability to keep, because kernels may
+round first and divide the sums (FlashAttention-2 does)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Answer:
     sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up, and, in half precision, each row of
     `dq` and `dk` and each entry of `dbias`: they may be small beside it, as the derivatives of a query that sees one
     key are 0.
-    In float32 the `slack` of `dq` and `dk` is the rounding of their terms, which is left where these cancel; that of
-    `dslopes` has it too.
+    In float32 the `slack` of `dq`, `dk` and `dbias` is the rounding of their terms, which is left where these cancel;
+    that of `dslopes` and `dsinks` has it too. It grows with the root of the size of values.
     `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
     of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
     where the terms cancel.
@@ -178,7 +179,11 @@ def chosen(problem: Problem) -> np.ndarray:
     """True where a query has chosen the block of a key, `[B, N, T, S]`. Blocks count keys by their index."""
     assert problem.selected is not None
     block = np.arange(problem.k.shape[1]) // problem.selected_size
-    of_groups = (problem.selected[..., None] == block).any(3)
+    none = block[-1] + 1
+    ids = np.where((problem.selected < 0) | (problem.selected > none), none, problem.selected)
+    of_blocks = np.zeros((*ids.shape[:3], none + 1), bool)
+    np.put_along_axis(of_blocks, ids, True, 3)  # comparing each id with each key would take gigabytes
+    of_groups = of_blocks[..., block]
     return np.moveaxis(np.repeat(of_groups, problem.q.shape[2] // of_groups.shape[2], 2), 2, 1)
 
 
@@ -236,7 +241,8 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
     keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = per_row(p * keep, v_heads)
     half = problem.q.dtype.itemsize == 2
-    kept_terms = (p * keep + _LEAST) ** 2
+    least = _LEAST / keep_probability(problem)
+    kept_terms = (p * keep + least) ** 2
     sizes = {"out": _size(per_row(kept_terms, v_heads**2))} if half else {}
     if dout is None:
         return Answer(out, lse, largest, uncapped=uncapped, empty=empty, max_logits=max_logits, sizes=sizes)
@@ -260,9 +266,13 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
         "dv": per_row(np.swapaxes(p * keep, 2, 3), dout).reshape(*by_group, -1).sum(3),
     }
     of_delta = np.abs(delta) + np.sqrt(np.einsum("btnh,btnh->bnt", dout**2, out**2))
-    terms = (abs(scale) * p * (np.abs(keep * dp) + of_delta[..., None]) + _LEAST * max(1.0, abs(scale))) ** 2
+    of_scores = p * (np.abs(keep * dp) + of_delta[..., None])
+    terms = (abs(scale) * of_scores + least * max(1.0, abs(scale))) ** 2
     of_keys = _size(per_row(np.swapaxes(terms, 2, 3), q**2).reshape(*by_group, -1).sum(3))
     of_terms = {"dq": _size(per_row(terms, k_heads**2)), "dk": of_keys}
+    # `dp` and `delta` are sums of `value_dim` products, whose roundings add up as independent numbers do.
+    eps, root = float(np.finfo(np.float32).eps), float(np.sqrt(v.shape[-1]))
+    of_row, of_all = eps * max(4.0, root), eps * max(1.0, root / 2)
     if half:
         moved = scale * p * rounding[..., None]
         of_keys = per_row(np.swapaxes(moved, 2, 3), q).reshape(*by_group, -1).sum(3)
@@ -271,22 +281,27 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
         of_values = _size(per_row(np.swapaxes(kept_terms, 2, 3), dout**2).reshape(*by_group, -1).sum(3))
         sizes |= of_terms | {"dv": of_values}
     else:  # where terms cancel, as for a query that sees one key, their rounding is left
-        slack |= {name: 4 * float(np.finfo(np.float32).eps) * x for name, x in of_terms.items()}
+        slack |= {name: of_row * x for name, x in of_terms.items()}
     if problem.bias is not None:
         gradients["dbias"] = _summed_to(ds, problem.bias.shape)
         if half:
             slack["dbias"] = 2 * np.abs(_summed_to(p * rounding[..., None], problem.bias.shape))
+        else:
+            slack["dbias"] = of_row * np.sqrt(_summed_to(of_scores**2, problem.bias.shape))
     if problem.slopes is not None:
         gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
         slack["dslopes"] = _of_sums(p * rounding[..., None] * distances(problem), (0, 2, 3), half)
         if not half:  # as above, for a sum over all queries, whose roundings are independent
-            of_pairs = (p * (np.abs(keep * dp) + of_delta[..., None]) * distances(problem)) ** 2
-            slack["dslopes"] += float(np.finfo(np.float32).eps * np.sqrt(of_pairs.sum((0, 2, 3)).max()))
+            of_pairs = (of_scores * distances(problem)) ** 2
+            slack["dslopes"] += of_all * float(np.sqrt(of_pairs.sum((0, 2, 3)).max()))
     if problem.sinks is not None and weight is not None:
         weight = weight / total
         of_heads = -np.sum(weight * delta[..., None], (0, 2))
-        slack["dsinks"] = _of_sums(weight * rounding[..., None], (0, 2), half)
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
+        over = (0, 1, 2) if shared else (0, 2)
+        slack["dsinks"] = _of_sums(weight * rounding[..., None], over, half)
+        if not half:
+            slack["dsinks"] += of_all * float(np.sqrt(((weight * of_delta[..., None]) ** 2).sum(over).max()))
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
     return Answer(out, lse, largest, gradients, slack, uncapped, empty, max_logits, sizes)
 

@@ -179,6 +179,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "segment ids": ({"q_segment_ids": np.zeros((B, T))}, "q_segment_ids: has dtype float64"),
     "other segment ids": ({"kv_segment_ids": np.zeros((B, 40), int)}, "kv_segment_ids: has shape"),
     "one for all": ({"index_key": KEY[:, :40], "q_segment_ids": np.zeros((B, T), int)}, "kv_segment_ids: are missing"),
+    "a flag of an array": ({"causal": np.ones(1)}, "causal: got array([1.])"),
+    "the name of an activation": ({"activation": "relu"}, "activation: got 'relu'"),
     "axis": ({"axis_name": "tp"}, "'tp' is not an axis of the mesh"),
 }
 

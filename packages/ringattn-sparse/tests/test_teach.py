@@ -315,6 +315,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "queries": ({"query": ARRAYS["query"][:, :40]}, "query: has 2 rows of 40 tokens"),
     "scale": ({"softmax_scale": -1.0}, "softmax_scale: got -1.0"),
     "cap": ({"logits_soft_cap": 0}, "logits_soft_cap: got 0"),
+    "a flag of an array": ({"causal": np.ones(1)}, "causal: got array([1.])"),
+    "the name of an activation": ({"activation": "relu"}, "activation: got 'relu'"),
     "axis": ({"axis_name": "tp"}, "'tp' is not an axis of the mesh"),
 }
 

@@ -139,9 +139,9 @@ def forward(q, k, v, *, scale, first, last, causal=False):
 def backward(q, k, v, out, lse, dout, *, scale, first, last, causal, delta):
     group = q.shape[2] // k.shape[2]
     if group > 1 and first.shape[1] > 1:  # tokamax takes the range of one head of a group for all of them
-        own = (jnp.repeat(x, group, 2) for x in (k, v))
+        own_k, own_v = (jnp.repeat(x, group, 2) for x in (k, v))
         options = {"scale": scale, "first": first, "last": last, "causal": causal, "delta": delta}
-        dq, *of_heads = backward(q, *own, out, lse, dout, **options)
+        dq, *of_heads = backward(q, own_k, own_v, out, lse, dout, **options)
         dk, dv = (x.reshape(*k.shape[:3], group, -1).sum(3, dtype=jnp.float32).astype(x.dtype) for x in of_heads)
         return dq, dk, dv
     sign, scale = (-1 if scale < 0 else 1), abs(scale) or TINY

@@ -21,6 +21,20 @@ def whole(argument: str, x: Any, least: int) -> int:
     return int(x)
 
 
+def flag(argument: str, x: Any) -> bool:
+    """`x` as a bool; raises for anything else, and for an array, which may be traced."""
+    if not isinstance(x, bool | np.bool_):
+        raise InputError(argument, f"got {x!r}", "Pass True or False, known outside jax.jit")
+    return bool(x)
+
+
+def elementwise(argument: str, x: Any) -> Any:
+    """`x`, if it can be called or is `None`."""
+    if x is not None and not callable(x):
+        raise InputError(argument, f"got {x!r}", "Pass a function of an array, or None")
+    return x
+
+
 def floats(argument: str, x: Any, *shapes: str, like: jax.Array | None = None) -> jax.Array:
     """`x` as an array of float32, float16 or bfloat16, with as many axes as one of the `shapes`, such as "B T I D".
 

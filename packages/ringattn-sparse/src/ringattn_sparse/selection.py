@@ -12,7 +12,7 @@ from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, index_arrays, whole
+from .arguments import Blocks, Names, elementwise, flag, index_arrays, whole
 from .scores import Activation, activated, flat, indices_of_blocks, products, relu, summed, visible
 
 NO_BLOCK: Final = 2**31 - 1
@@ -89,6 +89,7 @@ def select(
     first, newest = _forced(forced, count)
     q_ids, kv_ids = blocks.segments(q_segment_ids, kv_segment_ids, query, key)
     key = blocks.split(key)
+    causal, activation = flag("causal", causal), elementwise("activation", activation)
     choice = Choice(count, blocks.size, groups, pool, causal, first, newest, activation)
     own = {"index_query": query, "weights": weights, "q_segment_ids": q_ids}
     travelling = {blocks.name: (_means(key, kv_ids) if pool == "mean" else key, kv_ids)}

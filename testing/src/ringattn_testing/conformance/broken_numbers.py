@@ -139,6 +139,15 @@ def without_maximum(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(np.exp(s.max(-1, initial=-np.inf).astype(np.float32))), np.nan, found)
 
 
+def less_the_cap(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    """The lse of a kernel that subtracts the soft cap from all scores; float32 weights below its normal range are 0."""
+    if block.soft_cap is None or block.bias is not None or block.slopes is not None:
+        return right(block, s)
+    weights = np.exp(np.float32(s - block.soft_cap))
+    total = np.where(weights < np.finfo(np.float32).tiny, 0.0, weights).sum(-1, dtype=np.float64)
+    return block.soft_cap + np.log(total, where=total > 0, out=np.full(total.shape, -np.inf))
+
+
 def key_heads(block: Block) -> np.ndarray:
     """The key head of each query head."""
     return np.arange(block.q.shape[2]) // block.group
@@ -234,6 +243,10 @@ SCORES: Final = {
         wrong_in("lse", maximum_of_the_tile)
     ),
     "No maximum is subtracted from the scores": Break(wrong_in("lse", without_maximum)),
+    "Without bias and ALiBi the soft cap is subtracted from the scores, in place of their maximum": Break(
+        wrong_in("lse", less_the_cap),
+        rarer=(("bfloat16", wrong_in("lse", less_the_cap)),),
+    ),
 }
 DROPOUT: Final = {
     "What dropout keeps is not divided by the probability to keep it": Break(

@@ -193,10 +193,14 @@ class OneAfterAnother(Dense):
 
 
 class Fused(OneAfterAnother):
-    """A right kernel that rounds weights and derivatives of scores to half precision before products, as fused do."""
+    """A right kernel that rounds weights and derivatives of scores to half precision before products, as fused do.
+
+    As FlashAttention-2 does, it divides by what dropout keeps after that.
+    """
 
     def operand(self, block: Block, x: np.ndarray) -> np.ndarray:
-        return x.astype(DTYPES[block.case.dtype]).astype(np.float64) if block.half else x
+        kept = 1 - block.dropout
+        return (x * kept).astype(DTYPES[block.case.dtype]).astype(np.float64) / kept if block.half else x
 
 
 def coordinates(block: Block) -> Pair:
