@@ -3,7 +3,7 @@
 """In which order the one-pass backward kernel takes its turns, and how many key heads run side by side.
 
 These rules change the time, and the order of sums: of turns that add to dq, and of the steps of a turn that add to dk
-and dv. What they gain was measured: docs/kernels.md, "What determines the time of the backward pass".
+and dv. What they gain was measured: docs/kernels.md, "The backward pass".
 """
 
 import dataclasses
