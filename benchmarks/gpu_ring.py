@@ -74,6 +74,8 @@ def masked(asked: argparse.Namespace, **options: Any) -> Attention:
 
     XLA does not see ids and ranges, as in a training step, where they come with the data.
     """
+    if asked.prefix and (asked.window or asked.documents or asked.selected):
+        raise SystemExit("--prefix is for calls without a window, documents and chosen blocks")
     window = None if asked.window is None else (asked.window, 0)
     options = {"causal": True, "backend": asked.backend, "sliding_window": window} | options
     if asked.sinks:
@@ -125,9 +127,9 @@ def count_and_size(text: str) -> tuple[int, int]:
 
 
 def add_masks(parser: argparse.ArgumentParser, window: int | None) -> None:
-    """Adds the arguments that `masked` reads; `window` is the default of the first."""
+    """Adds the arguments that `masked` reads; `window` is the default of `--window`."""
     parser.add_argument("--window", type=int, default=window, help="how many keys before its own a query sees")
-    parser.add_argument("--documents", type=int, help="the length of each document of a row, in contiguous order")
+    parser.add_argument("--documents", type=int, help="the length of each document of a row")
     parser.add_argument("--prefix", type=float, default=0.0, help="the share of a row in which tokens see each other")
     parser.add_argument("--selected", type=count_and_size, help="blocks that a query chooses, and their size: 16x128")
     parser.add_argument("--sinks", action="store_true", help="one sink for each head")
@@ -205,8 +207,8 @@ def main() -> None:
         raise SystemExit("this benchmark needs several GPUs in one process")
     if TWO_LEVELS in asked.beside and (ranks < 4 or ranks % 2):
         raise SystemExit(f"{TWO_LEVELS} needs four GPUs or more, an even number")
-    others_than_causal = asked.window, asked.documents, asked.prefix, asked.selected, asked.sinks
-    if any(others_than_causal) and "gather" in asked.beside:
+    not_plain_causal = asked.window, asked.documents, asked.prefix, asked.selected, asked.sinks
+    if any(not_plain_causal) and "gather" in asked.beside:
         raise SystemExit("the gather by hand is causal only: name what else the ring is measured beside")
     if asked.documents and asked.layout != "contiguous":
         raise SystemExit("--documents needs --layout contiguous")

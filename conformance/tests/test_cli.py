@@ -60,7 +60,7 @@ def test_what_cannot_be_used_is_told_apart(tmp_path: Path, arguments: tuple[str,
 def test_workers_multiply_matrices_in_one_thread_each(workers: str, monkeypatch: pytest.MonkeyPatch):
     """One process alone may use all cores."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(os, "environ", {**os.environ})  # what the command sets must not reach other tests
     threads = []
     monkeypatch.setattr(pytest, "main", lambda _: threads.append(os.environ.get("OPENBLAS_NUM_THREADS")) or 1)
     assert cli.main(["run", "xla", "-n", workers]) == cli.UNUSABLE

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(given: argparse.Namespace, more: Sequence[str]) -> int:
     """Runs the suite against one backend; ignores the pytest settings of the current folder."""
     if given.workers != "0":
-        # The matrix products of the oracle would start a thread for each core in every worker.
+        # OpenBLAS, by which NumPy multiplies matrices, would start a thread for each core in every worker.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "report.json")

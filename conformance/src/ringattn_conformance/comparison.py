@@ -24,13 +24,12 @@ HALF_PARTIALS: Final = 2.0
 Its kernel rounds the results of each block to the dtype of the inputs, so the sum over blocks is rounded a second time.
 """
 LOWER_PRECISION: Final = "bfloat16"
-"""The dtype whose tolerances apply to calls with a `precision` below "highest"."""
-OF_LOWER_PRECISION: Final = 2.0**13
-"""Multiplies `Answer.slack` for such calls: the roundings of TF32, as a multiple of those of float32. They are left
-where terms cancel."""
-ROUNDINGS: Final = 8 * float(np.finfo(np.float32).eps)
-"""A kernel's float32 number may be off by this part of itself, and so be a number of half precision without having
-been rounded to it: the tanh of a soft cap is 1 for large scores."""
+"""The dtype whose tolerances apply to calls of float32 inputs with a `precision` below "highest"."""
+TF32_SLACK: Final = 2.0**13
+"""Multiplies `Answer.slack` for such calls: the rounding of TF32 is 2^-10, that of float32 2^-23."""
+NEAR_HALF: Final = 8 * float(np.finfo(np.float32).eps)
+"""How near to a number of half precision, as a part of itself, a float32 result may be by the rounding of float32: a
+largest score that a soft cap bounds may be the cap itself."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
 FLOAT32: Final = ("lse", "max_logits")
@@ -117,18 +116,18 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, case: Case) -> list[s
 
     The tolerance of the output is multiplied by the case's `value_gain`. A result whose own dtype is half
     precision, such as the gradient of a bfloat16 bias beside float32 inputs, has the tolerance of that dtype.
-    With a lower `precision`, products of float32 inputs are not exact, so scores before the soft cap count.
+    With a lower `precision`, products of float32 inputs are not exact, so scores before the soft cap count. Products
+    of half precision are exact at every `precision`.
     """
-    dtype, largest = case.dtype, answer.largest
-    if case.precision not in (None, "highest"):
-        largest = max(largest, answer.uncapped) if dtype == "float32" else largest
-        dtype = LOWER_PRECISION
+    lower = case.dtype == "float32" and case.precision not in (None, "highest")
+    dtype = LOWER_PRECISION if lower else case.dtype
+    largest = max(answer.largest, answer.uncapped) if lower else answer.largest
     wanted, faults = answer.by_name, []
     for name, x in got.items():
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
         tolerance = max(allowed(name, one, wanted[name], largest, answer.uncapped) for one in dtypes)
         tolerance = allowed_by_row(name, dtype, answer, tolerance)
-        slack = answer.slack.get(name, 0.0) * (OF_LOWER_PRECISION if dtype != case.dtype else 1.0)
+        slack = answer.slack.get(name, 0.0) * (TF32_SLACK if lower else 1.0)
         tolerance = tolerance * (case.value_gain if name == "out" else 1.0) + slack
         faults += difference(name, x, wanted[name], tolerance, answer.empty)
     return faults
@@ -137,9 +136,9 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, case: Case) -> list[s
 def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
     """A line of the failure message for each result that a kernel has rounded to half precision.
 
-    That is so if half precision represents all its values, but fewer than half of the oracle's, to within the rounding
-    of float32 (`ROUNDINGS`). The gradient of a bias that is not broadcast is not judged: each of its entries is the
-    derivative of one score, which kernels hold in the dtype of the inputs.
+    That is so if all its values are numbers of half precision, and more than half of the oracle's are farther than
+    `NEAR_HALF` from such a number. The gradient of a bias that is not broadcast is not judged: each of its entries is
+    the derivative of one score, which kernels hold in the dtype of the inputs.
     """
     wanted, faults = answer.by_name, []
     for name, x in got.items():
@@ -147,8 +146,8 @@ def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
             continue
         want = wanted[name][np.isfinite(wanted[name]) & (wanted[name] != 0)]
         for half in ("float16", "bfloat16"):
-            far = np.abs(_narrowed(want, half) - want) > ROUNDINGS * np.abs(want)
-            if (_narrowed(x, half) == x).all() and want.size and np.mean(far) > 0.5:
+            not_half = np.abs(_narrowed(want, half) - want) > NEAR_HALF * np.abs(want)
+            if (_narrowed(x, half) == x).all() and want.size and np.mean(not_half) > 0.5:
                 faults.append(f"{name}: every value is rounded to {half}, want float32")
     return faults
 

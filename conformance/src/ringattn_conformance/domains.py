@@ -69,9 +69,10 @@ def draw(seed: int) -> Entry:
     if max(sizes["lengths"]) > MANY and (not single or rng.random() < 0.5):
         entry = {name: x for name, x in entry.items() if name not in (*MASKS, *FAR_APART)} | {"dropout": 0.5}
         sizes["dtype"] = "float32"
-        entry |= {"positions": "at-the-end"} if single else {}  # at 0 a causal query would see one key
-    elif single:
-        entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))  # not at 0, seeing one key
+        if single:
+            entry["positions"] = "at-the-end"
+    elif single:  # at 0 a causal query would see one key
+        entry.setdefault("positions", rng.choice(("at-the-end", "among-keys")))
     if least := MASKS_OF_HEADS.get(entry.get("builder", "")):
         sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= least])
     if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:

@@ -12,9 +12,9 @@ _LOW: Final = 0xFFFFFFFF
 _FORBIDS: Final = -1e5
 """A bias below this masks out its pair of query and key, as -inf does."""
 _LEAST: Final = 1e-5
-"""Added to each weight and each derivative of a score in `Answer.sizes`: float16 rounds numbers below 6e-5 to multiples
-of 6e-8, not to a part of their own size. With dropout it is divided by the probability to keep, because kernels may
-round first and divide the sums (FlashAttention-2 does)."""
+"""Added to each weight and derivative of a score in `Answer.sizes` and `Answer.slack`: float16 rounds numbers below 6e-5
+to multiples of 6e-8, not to a part of their own size. With dropout it is divided by the probability to keep, because
+kernels may round first and divide the sums (FlashAttention-2 does)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +57,11 @@ class Answer:
     `largest` is the largest magnitude of a score that any query sees, sinks included. `uncapped` is the same before the
     soft cap, and 0 without a cap: it says how large the products are that float32 rounds.
     `empty[B, N, T]` is True for rows that see no key. `max_logits[N]` is the largest score of each head.
-    A backend may compute `delta` from the rounded output. `slack` is the most by which that changes the gradients that
-    sum over all queries (`dslopes`, `dsinks`), where the errors of all rows add up, and, in half precision, each row of
-    `dq` and `dk` and each entry of `dbias`: they may be small beside it, as the derivatives of a query that sees one
-    key are 0.
-    In float32 the `slack` of `dq`, `dk` and `dbias` is the rounding of their terms, which is left where these cancel;
-    that of `dslopes` and `dsinks` has it too. It grows with the root of the size of values.
+    `slack` is an error that each gradient but `dv` may have beside its tolerance. It has two causes. A backend may
+    compute `delta` from the rounded output: this counts for `dslopes` and `dsinks`, which sum over all queries, in
+    every dtype, and for `dq`, `dk` and `dbias` in half precision. And in float32 terms are rounded that may cancel: the
+    derivatives of a query that sees one key are 0, and what a kernel computes is rounding. This is the root of the sum
+    of the squared terms, times their rounding.
     `sizes`, for inputs of half precision, has the size of each row of `out`, `dq`, `dk` and `dv`: the root of the sum
     of the squares of its terms. Rounding each term by a part of it changes the row by about that part of its size, also
     where the terms cancel.
@@ -178,12 +177,12 @@ def visible(problem: Problem) -> np.ndarray:
 def chosen(problem: Problem) -> np.ndarray:
     """True where a query has chosen the block of a key, `[B, N, T, S]`. Blocks count keys by their index."""
     assert problem.selected is not None
-    block = np.arange(problem.k.shape[1]) // problem.selected_size
-    none = block[-1] + 1
-    ids = np.where((problem.selected < 0) | (problem.selected > none), none, problem.selected)
-    of_blocks = np.zeros((*ids.shape[:3], none + 1), bool)
+    keys, blocks = problem.k.shape[1], -(-problem.k.shape[1] // problem.selected_size)
+    known = (problem.selected >= 0) & (problem.selected < blocks)
+    ids = np.where(known, problem.selected, blocks)  # the last column is of no block
+    of_blocks = np.zeros((*ids.shape[:3], blocks + 1), bool)
     np.put_along_axis(of_blocks, ids, True, 3)  # comparing each id with each key would take gigabytes
-    of_groups = of_blocks[..., block]
+    of_groups = of_blocks[..., np.arange(keys) // problem.selected_size]
     return np.moveaxis(np.repeat(of_groups, problem.q.shape[2] // of_groups.shape[2], 2), 2, 1)
 
 
@@ -270,7 +269,8 @@ def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | 
     terms = (abs(scale) * of_scores + least * max(1.0, abs(scale))) ** 2
     of_keys = _size(per_row(np.swapaxes(terms, 2, 3), q**2).reshape(*by_group, -1).sum(3))
     of_terms = {"dq": _size(per_row(terms, k_heads**2)), "dk": of_keys}
-    # `dp` and `delta` are sums of `value_dim` products, whose roundings add up as independent numbers do.
+    # `dp` and `delta` are sums of `value_dim` products, so their error is about half the root of `value_dim` roundings.
+    # A row may have twice as much, because the worst of many rows is compared, and at least 4 roundings.
     eps, root = float(np.finfo(np.float32).eps), float(np.sqrt(v.shape[-1]))
     of_row, of_all = eps * max(4.0, root), eps * max(1.0, root / 2)
     if half:

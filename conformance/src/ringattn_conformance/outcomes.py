@@ -27,7 +27,8 @@ def supports(backend: str, *features: Feature) -> bool:
 def declared(backend: str, case: Case, *kept: Feature) -> Case:
     """The case without what the backend does not declare, so that tests of other promises still run.
 
-    Options that need only features in `kept` stay, even if undeclared. An undeclared dtype becomes a declared one.
+    Options that need only features in `kept` stay, even if undeclared. An undeclared dtype becomes the first declared
+    one of `DTYPES`; the suite starts for no backend without one.
     """
     features = features_of(backend).union(kept)
     dtypes = [name for name in DTYPES if Feature[name.upper()] in features]

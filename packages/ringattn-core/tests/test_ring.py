@@ -53,7 +53,7 @@ def test_what_travels_stays_split_over_the_other_axes_of_a_mesh(dtype: Any):
     assert "all-gather" not in gradients.lower(*operands).compile().as_text()
 
 
-def test_rows_are_added_to_what_a_kernel_made_behind_a_barrier():
+def test_an_update_of_some_rows_is_not_fused_with_the_kernel_before_it():
     """Without it, JAX 0.11.2 compiles no float32 gradients of a window in a ring of GPUs ("DUS target must be a fusion
     parameter"). JAX 0.10.2 and 0.12.0 do."""
     mine = KV((jnp.ones((1, 6, 2, 8)), jnp.ones((1, 6, 2, 8))))

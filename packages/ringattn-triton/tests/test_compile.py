@@ -201,7 +201,7 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(beside, head_dim, 
         ],
     ),
 )
-def test_a_kernel_that_needs_more_shared_memory_than_there_is_gets_fewer_stages(
+def test_kernels_with_large_tiles_of_scores_fit_into_shared_memory(
     dtype, precision, fields, target, trace, monkeypatch
 ):
     for report in reports(alone(block(dtype, 128, precision=precision, **fields)), target, monkeypatch, trace):

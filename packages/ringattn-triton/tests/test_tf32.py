@@ -16,7 +16,7 @@ from ringattn_testing.triton.interpreting import interpret
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.few_queries import family as few_queries
-from ringattn_triton.kernel_inputs import rounded
+from ringattn_triton.kernel_inputs import nearest_tf32
 from ringattn_triton.kernels.scores import as_operand
 from ringattn_triton.launch.target import target
 
@@ -60,7 +60,7 @@ def test_weights_of_values_are_not_too_small(family: str) -> None:
     """With the inputs rounded before the exact call too, what is left is the rounding of weights."""
     block = block_of(family)
     rule = dataclasses.replace(block.rule, softmax_scale=1e-3)
-    q, *kv = (rounded(x, rule) for x in (block.q, *block.kv))
+    q, *kv = (nearest_tf32(x, rule) for x in (block.q, *block.kv))
     block = dataclasses.replace(block, q=q, kv=tuple(kv), rule=rule)
     exact = dataclasses.replace(block, rule=dataclasses.replace(rule, precision=None))
     error = relative(forward(block).out, forward(exact).out)
@@ -74,13 +74,13 @@ def _rounded_in_a_kernel(X, OUT, F: tl.constexpr):
     tl.store(OUT + i, as_operand(x, x, F))
 
 
-def test_a_kernel_rounds_as_xla_does_and_both_keep_what_is_not_finite() -> None:
+def test_a_kernel_rounds_all_but_ties_as_xla_does_and_both_keep_what_is_not_finite() -> None:
     of_a_gpu = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)  # adding to these bits would overflow
     finite = [0.0, 1.0, 1 + 2.0**-12, 1 + 3 * 2.0**-12, -1 - 3 * 2.0**-12, 2 - 2.0**-20, 1e-30, -3e38]
     x = np.array([*of_a_gpu, np.nan, np.inf, -np.inf, *finite, 0.0, 0.0, 0.0], np.float32)
     block = block_of("portable")
     constants = kernel_inputs.of_block(block).constants
-    by_xla = np.asarray(jax.jit(rounded, static_argnums=1)(x, block.rule))
+    by_xla = np.asarray(jax.jit(nearest_tf32, static_argnums=1)(x, block.rule))
     (in_kernel,) = interpret(_rounded_in_a_kernel, [x], [((16,), np.float32)], F=constants)
     np.testing.assert_array_equal(in_kernel, by_xla)
     np.testing.assert_array_equal(by_xla[:5], x[:5])
@@ -92,4 +92,4 @@ def test_a_kernel_rounds_as_xla_does_and_both_keep_what_is_not_finite() -> None:
 )
 def test_operands_of_other_products_are_not_rounded(dtype: str, precision: str | None) -> None:
     x = jnp.ones(3, dtype)
-    assert rounded(x, block_of("portable", precision).rule) is x
+    assert nearest_tf32(x, block_of("portable", precision).rule) is x

@@ -46,7 +46,7 @@ def seeing_no_mesh(compute) -> Any:
     """`compute` as a JAX primitive, which sees no mesh; `like` has arrays with the shapes and dtypes of the results.
 
     Mosaic refuses arrays that vary over mesh axes. And it takes "heads" or "wg", axes of tokamax's grids, for the
-    mesh axis of that name where there is one. Nor does it see numbers of 64 bits: tokamax would mix them with others.
+    mesh axis of that name where there is one. Numbers of 64 bits are disabled too: tokamax would mix int32 and int64.
     """
     primitive, lower = Primitive(f"tokamax_{compute.__name__}"), mlir.lower_fun(compute, multiple_results=True)
     primitive.multiple_results = True
@@ -138,7 +138,7 @@ def forward(q, k, v, *, scale, first, last, causal=False):
 
 def backward(q, k, v, out, lse, dout, *, scale, first, last, causal, delta):
     group = q.shape[2] // k.shape[2]
-    if group > 1 and first.shape[1] > 1:  # tokamax takes the range of one head of a group for all of them
+    if group > 1 and first.shape[1] > 1 and not causal:  # for dk and dv tokamax takes one head's range for its group
         own_k, own_v = (jnp.repeat(x, group, 2) for x in (k, v))
         options = {"scale": scale, "first": first, "last": last, "causal": causal, "delta": delta}
         dq, *of_heads = backward(q, own_k, own_v, out, lse, dout, **options)

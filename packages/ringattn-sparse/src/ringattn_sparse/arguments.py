@@ -22,14 +22,14 @@ def whole(argument: str, x: Any, least: int) -> int:
 
 
 def flag(argument: str, x: Any) -> bool:
-    """`x` as a bool; raises for anything else, and for an array, which may be traced."""
-    if not isinstance(x, bool | np.bool_):
+    """`x` as a bool; raises unless it is True, False, 0 or 1."""
+    if not isinstance(x, numbers.Integral | np.bool_) or x not in (0, 1):
         raise InputError(argument, f"got {x!r}", "Pass True or False, known outside jax.jit")
     return bool(x)
 
 
-def elementwise(argument: str, x: Any) -> Any:
-    """`x`, if it can be called or is `None`."""
+def function(argument: str, x: Any) -> Any:
+    """`x`; raises unless it can be called or is `None`."""
     if x is not None and not callable(x):
         raise InputError(argument, f"got {x!r}", "Pass a function of an array, or None")
     return x

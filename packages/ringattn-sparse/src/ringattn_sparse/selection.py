@@ -12,7 +12,7 @@ from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, elementwise, flag, index_arrays, whole
+from .arguments import Blocks, Names, flag, function, index_arrays, whole
 from .scores import Activation, activated, flat, indices_of_blocks, products, relu, summed, visible
 
 NO_BLOCK: Final = 2**31 - 1
@@ -62,7 +62,7 @@ def select(
         forced: `(first, newest)`: so many first blocks of the sequence, and so many newest ones, the query's own block
             among them. They are chosen before all others, unless the query sees none of their keys, and count among
             `count`.
-        activation: An elementwise function, by default `max(x, 0)`, or `None`: the products themselves. Pass the same
+        activation: An function function, by default `max(x, 0)`, or `None`: the products themselves. Pass the same
             function each time, since a new one compiles again.
         q_segment_ids: A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: If only one of the two is given, it serves both.
@@ -89,7 +89,7 @@ def select(
     first, newest = _forced(forced, count)
     q_ids, kv_ids = blocks.segments(q_segment_ids, kv_segment_ids, query, key)
     key = blocks.split(key)
-    causal, activation = flag("causal", causal), elementwise("activation", activation)
+    causal, activation = flag("causal", causal), function("activation", activation)
     choice = Choice(count, blocks.size, groups, pool, causal, first, newest, activation)
     own = {"index_query": query, "weights": weights, "q_segment_ids": q_ids}
     travelling = {blocks.name: (_means(key, kv_ids) if pool == "mean" else key, kv_ids)}

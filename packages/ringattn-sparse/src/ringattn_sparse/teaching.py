@@ -29,7 +29,7 @@ from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
 
 from . import tiles
-from .arguments import Blocks, Names, elementwise, flag, floats, index_arrays, integers, ranks_here, refuse_undivided
+from .arguments import Blocks, Names, flag, floats, function, index_arrays, integers, ranks_here, refuse_undivided
 from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
@@ -102,7 +102,7 @@ def teach(
     q_ids, kv_ids = blocks.segments(q_segment_ids, kv_segment_ids, query, key)
     softmax_scale = _number("softmax_scale", softmax_scale, 1 / math.sqrt(query.shape[-1]))
     cap = None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap)
-    causal, activation = flag("causal", causal), elementwise("activation", activation)
+    causal, activation = flag("causal", causal), function("activation", activation)
     lesson = Lesson(blocks.size, groups, causal, softmax_scale, cap, activation, str(index_query.dtype))
     constants = {"query": query, "lse": jnp.swapaxes(lse, 1, 2), "selected": selected, "q_segment_ids": q_ids}
     passing = blocks.split(key), kv_ids

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs of every kernel: a block's arrays in the order of the kernel's parameters, and compile-time constants.
 
-No array is copied or transposed, except by `rounded`, and a bias by `with_transposed_bias`. Shapes and strides are
+No array is copied or transposed, except by `nearest_tf32`, and a bias by `with_transposed_bias`. Shapes and strides are
 constants, an axis of length 1 has stride 0, and an array that the call does not use is `None` and never read.
 """
 
@@ -218,7 +218,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     rule = block.rule
     batch, q_length, heads, head_dim = block.q.shape
     kv_length, kv_heads, value_dim = block.kv_length, block.kv_heads, block.value_dim
-    q, kv = jax.tree.map(lambda x: rounded(x, rule), (block.q, block.kv))
+    q, kv = jax.tree.map(lambda x: nearest_tf32(x, rule), (block.q, block.kv))
     k, v = kv if isinstance(kv, tuple) else (kv, kv)
     first, last, words = block.first, block.last, block.bits
     bias, slopes = block.bias, block.slopes
@@ -312,8 +312,8 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     return KernelInputs(arrays, constants)
 
 
-def rounded(x: Float[Array, "..."], rule: Rule) -> Float[Array, "..."]:
-    """`x` as products read it: rounded to the nearest TF32 numbers for TF32 products, else `x` itself.
+def nearest_tf32(x: Float[Array, "..."], rule: Rule) -> Float[Array, "..."]:
+    """`x`, rounded to the nearest TF32 numbers if its products are TF32 products.
 
     Hopper's tensor cores cut off the last 13 bits of a float32 operand. Without rounding, products and the scores that
     are their sums would be too small, by 7e-4 of them on average.

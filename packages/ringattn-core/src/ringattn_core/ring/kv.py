@@ -46,17 +46,15 @@ def packed(kv: KV) -> KV:
 
 
 def total(dkv: KV, arriving: KV) -> KV:
-    """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them.
-
-    Some rows are added in place. The barrier is for JAX 0.11 on GPUs: without it, XLA merges the update of a float32
-    array with the kernel that made the array, and then refuses to compile what it merged.
-    """
+    """`dkv` plus the gradients in `arriving`, which has all rows of `dkv` or some of them."""
     mine = dkv.arrays
     others = packing.unpack(arriving.arrays, mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
     start = arriving.start - dkv.start
     rows = (*[slice(None)] * dkv.token_axis, slice(start, start + arriving.length))
 
     def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        # The barrier is for JAX 0.11 on GPUs. Without it, XLA fuses the update of float32 rows with the kernel before
+        # it, and then refuses the fusion: "DUS target must be a fusion parameter".
         return x + y if x.shape == y.shape else jax.lax.optimization_barrier(x).at[rows].add(y)
 
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from triton import language as tl
 
-from .types import rounded, to_tf32
+from .types import cut_to_tf32, rounded
 from .values import Tensor, arithmetic, cast, constant, in_common_type, plain, tensor
 
 
@@ -46,7 +46,7 @@ def dot(input: Tensor, other: Tensor, acc: Any = None, input_precision: Any = No
     """`input other + acc`, summed in float32. Cuts float32 inputs to TF32 unless `input_precision` asks for more."""
     a, b = input.data, other.data
     if input.dtype is tl.float32 and constant(input_precision) in (None, "tf32"):
-        a, b = to_tf32(a), to_tf32(b)
+        a, b = cut_to_tf32(a), cut_to_tf32(b)
     product = np.matmul(a, b)
     return Tensor(product if acc is None else product + acc.data, tl.float32)
 

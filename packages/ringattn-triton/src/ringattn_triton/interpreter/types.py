@@ -52,7 +52,7 @@ def rounded(data: Any, dtype: Any) -> Any:
     return data
 
 
-def to_tf32(data: Any) -> Any:
+def cut_to_tf32(data: Any) -> Any:
     """Cuts float32 to the numbers of TF32 as Hopper's tensor cores do: they ignore the last 13 bits of an operand.
 
     No result is farther from zero than the number itself, so products of such operands are too small.

@@ -191,10 +191,10 @@ def derivatives(
 
 @triton.jit
 def as_operand(x, like, F: tl.constexpr):
-    """Converts float32 `x` to the dtype of `like`, for a product; for a TF32 product, rounds it to the nearest number.
+    """Converts float32 `x` to the operand of a product with `like`: to its dtype, or to the nearest TF32 number.
 
-    `kernel_inputs.rounded` does the same for the arrays that kernels read, and says why. NaN is left as it is: adding
-    to its bits may turn it into zero.
+    Ties go away from zero. `kernel_inputs.nearest_tf32` says why, and does this for the arrays that kernels read, where
+    ties go to even. NaN is left as it is: adding to its bits may turn it into zero.
     """
     if F.precision == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000

@@ -63,7 +63,8 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     """Compiles the kernel of a launch, or loads it from disk; `dtypes` are those of operands, then of outputs.
 
     A kernel that needs more shared memory than an NVIDIA GPU has is compiled with fewer stages; tiles and the order of
-    sums stay. Only the compiler knows the need: it depends on the GPU, and options of a call add tiles of scores.
+    sums stay. Only the compiler knows the need: it depends on the GPU, and options of a call add tiles of scores. If it
+    does not fit with one stage either, the launch fails.
     """
     names, fixed = call.kernel.arg_names, dict(call.constants)
     pointers = by_parameter([name for name in names if name not in fixed], (f"*{_KIND[x]}" for x in dtypes))
