@@ -13,8 +13,8 @@ _FORBIDS: Final = -1e5
 """A bias below this masks out its pair of query and key, as -inf does."""
 _LEAST: Final = 1e-5
 """Added to each weight and derivative of a score in `Answer.sizes` and `Answer.slack`: float16 rounds numbers below
-6e-5 to multiples of 6e-8, not to a part of their own size. With dropout it is divided by the probability to keep, because
-kernels may round first and divide the sums (FlashAttention-2 does)."""
+6e-5 to multiples of 6e-8, not to a part of their own size. With dropout it is divided by the probability to keep,
+because kernels may round first and divide the sums (FlashAttention-2 does)."""
 
 
 @dataclasses.dataclass(frozen=True)
