@@ -13,6 +13,7 @@ keys, independently of the others: the longer the row, the fewer of a tile's pai
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -98,16 +99,17 @@ def masked(asked: argparse.Namespace, **options: Any) -> Attention:
             last = jnp.where(index < length, length - 1, index)
             given |= {"causal": False, "kv_range": (by_query(jnp.zeros_like(index)), by_query(last))}
         if asked.selected:
-            given |= {"selected": by_query(jnp.asarray(chosen(asked, len(index)))), "selected_size": asked.selected[1]}
+            ids = chosen(len(index), asked.kv_heads or asked.heads, *asked.selected)
+            given |= {"selected": by_query(jnp.asarray(ids)), "selected_size": asked.selected[1]}
         return ring_attention(query, key, value, **options | given)
 
     return attend
 
 
-def chosen(asked: argparse.Namespace, tokens: int) -> np.ndarray:
+@functools.cache
+def chosen(tokens: int, kv_heads: int, count: int, size: int) -> np.ndarray:
     """The ids of blocks that each query and key head chooses, in natural order."""
-    count, size = asked.selected
-    return independent(tokens, asked.kv_heads or asked.heads, count, size)
+    return independent(tokens, kv_heads, count, size)
 
 
 def visible_pairs(asked: argparse.Namespace, one: Candidate) -> float:
@@ -117,7 +119,9 @@ def visible_pairs(asked: argparse.Namespace, one: Candidate) -> float:
     seen = one.batch * one.tokens / length * (length * before - before**2 / 2)
     if asked.prefix:
         seen += one.batch * (asked.prefix * one.tokens) ** 2 / 2
-    return seen * (pairs(chosen(asked, one.tokens), asked.selected[1]) if asked.selected else 1.0)
+    if asked.selected:
+        seen *= pairs(chosen(one.tokens, asked.kv_heads or asked.heads, *asked.selected), asked.selected[1])
+    return seen
 
 
 def count_and_size(text: str) -> tuple[int, int]:
