@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ringattn_conformance.cases import Case
-from ringattn_conformance.outcomes import agrees, owed
+from ringattn_conformance.outcomes import agrees, declared, owed
 from ringattn_conformance.ranks import Placement, place
 from ringattn_core import Backend, Block, Feature
 from ringattn_core.backends.discovery import registered
@@ -49,6 +49,14 @@ def test_a_refusal_must_name_the_backend_and_the_feature():
         _refuse("another", "BIAS")
     with pytest.raises(AssertionError), owed("half", [Feature.BIAS]):
         _refuse("half", "CAUSAL")
+
+
+def test_a_call_of_a_dtype_that_is_not_declared_gets_one_that_is():
+    """Otherwise a backend of half precision would pass by refusing the tests that do not name a dtype."""
+    with registered(
+        Backend("narrow", 1, ("cpu",), {Feature.BFLOAT16, Feature.CAUSAL}, kernel="nowhere:KERNEL"), Dense()
+    ):
+        assert declared("narrow", Case("float32", causal=True)).changes == {"causal": True, "dtype": "bfloat16"}
 
 
 class OfEight(Dense):

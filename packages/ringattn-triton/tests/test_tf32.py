@@ -55,16 +55,31 @@ def test_large_scores_are_not_too_small(family: str) -> None:
     assert abs(error.mean()) < 2**-14
 
 
-@pytest.mark.parametrize("family", SIZES)
-def test_weights_of_values_are_not_too_small(family: str) -> None:
-    """With the inputs rounded before the exact call too, what is left is the rounding of weights."""
+def of_small_scores(family: str) -> tuple[Block, Block]:
+    """A block of TF32 products whose inputs are TF32 numbers, and the same with exact products."""
     block = block_of(family)
     rule = dataclasses.replace(block.rule, softmax_scale=1e-3)
     q, *kv = (nearest_tf32(x, rule) for x in (block.q, *block.kv))
     block = dataclasses.replace(block, q=q, kv=tuple(kv), rule=rule)
-    exact = dataclasses.replace(block, rule=dataclasses.replace(rule, precision=None))
+    return block, dataclasses.replace(block, rule=dataclasses.replace(rule, precision=None))
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_weights_of_values_are_not_too_small(family: str) -> None:
+    """The inputs need no rounding, so what is left is that of weights."""
+    block, exact = of_small_scores(family)
     error = relative(forward(block).out, forward(exact).out)
     assert 2**-18 < np.abs(error).max() < 2**-11 and abs(error.mean()) < 2**-15
+
+
+def test_gradients_of_values_are_not_too_small() -> None:
+    """Their terms are weights times positive numbers of `dout`: if these were cut, all would be too small."""
+    block, exact = of_small_scores("portable")
+    dout = jax.random.uniform(jax.random.key(3), (*block.q.shape[:3], block.value_dim), minval=1.0, maxval=2.0)
+    lse = forward(exact).lse
+    got, want = (KERNEL.backward(one, dout, lse, jnp.zeros_like(lse), None).dv for one in (block, exact))
+    error = relative(got, want)
+    assert np.abs(error).max() > 2**-18 and abs(error.mean()) < 2**-14
 
 
 @triton.jit

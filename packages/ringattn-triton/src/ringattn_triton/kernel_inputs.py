@@ -318,7 +318,7 @@ def nearest_tf32(x: Float[Array, "..."], rule: Rule) -> Float[Array, "..."]:
     Hopper's tensor cores cut off the last 13 bits of a float32 operand. Without rounding, products and the scores that
     are their sums would be too small, by 7e-4 of them on average.
     """
-    if x.dtype != jnp.float32 or rule.precision != "default":
+    if _precision(rule.precision, narrow=x.dtype != jnp.float32, fast=True) != "tf32":
         return x
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
 

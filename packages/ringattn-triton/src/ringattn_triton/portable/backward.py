@@ -31,9 +31,9 @@ def backward(
 ) -> Gradients:
     """The gradients of `block`. The dq that it returns includes `dq`, the sum over the blocks before (`None`: zero)."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
-    # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     # `delta` belongs to `dout` before this: with TF32, a query that sees one key has gradients of rounding, not 0.
     dout = kernel_inputs.nearest_tf32(dout, block.rule)
+    # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
     dq, dheads, dbias = _of_queries(block, inputs, rows, dq, target)
     dk, dv = _of_keys(block, inputs.with_transposed_bias(), rows, target)
