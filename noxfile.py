@@ -281,7 +281,7 @@ def hosts(session: nox.Session) -> None:
     certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", workers())
     session.run(*certify, env=hurried(session, *NO_OPTIMISER))
     install(session, *group("jax"), "--upgrade", "jax-triton")
-    install(session, "--no-deps", "--upgrade", "jax-cuda13-plugin")
+    install(session, "--no-deps", "--upgrade", "jax-cuda13-plugin", "jax-cuda13-pjrt")
     for script in sorted((ROOT / "benchmarks/upstream").glob("*.py")):  # fails once a way around a bug may go
         session.run("python", str(script), env=CPU)
 

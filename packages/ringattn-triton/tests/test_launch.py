@@ -96,6 +96,21 @@ def test_an_alias_is_one_buffer_of_the_compiled_program(x):
     assert "output_operand_alias" in line and "operand_index = 1" in line
 
 
+@pytest.mark.parametrize("alias", [True, False])
+def test_what_a_loop_stacks_does_not_take_an_alias_away(x, alias):
+    """Without the barrier XLA for GPUs writes the result into the stack: benchmarks/upstream/alias_in_loop.py."""
+    aliases = {"aliases": {1: 0}} if alias else {}
+
+    def row(x):
+        call = {"grid": (4,), "N": x.size, "TILE": TILE}
+        return launch(small_kernels.added, [x, x * 2], [like(x)], **aliases, **call)[0]
+
+    rows = jax.jit(lambda x: jax.lax.map(row, x))
+    with compiling_for(80):
+        text = rows.trace(jnp.stack([x, x])).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("optimization_barrier" in text) == alias
+
+
 @pytest.mark.parametrize(
     ("mask", "bits"),
     [

@@ -55,7 +55,10 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     grid = (*call.grid, 1, 1)[:3]
     message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(call.name, b"")
     call_kernel = jax.ffi.ffi_call("triton_kernel_call_ffi", outputs, input_output_aliases=dict(call.aliases))
-    return list(call_kernel(*arrays, opaque=zlib.compress(message)))[: len(call.outputs)]
+    results = list(call_kernel(*arrays, opaque=zlib.compress(message)))[: len(call.outputs)]
+    # XLA writes what a loop stacks straight into the stack. Then an output has not the memory of its operand, and what
+    # the kernel leaves as it was is lost: see benchmarks/upstream/alias_in_loop.py.
+    return jax.lax.optimization_barrier(results) if call.aliases else results
 
 
 @functools.cache
