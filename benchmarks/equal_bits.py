@@ -30,7 +30,8 @@ def drawn(seed: int, ring: int, asked: argparse.Namespace) -> Case:
     case = of_entry({"name": f"drawn-{seed}"} | entry)
     kv_heads = ring * rng.choice((1, 1, 2))
     large = rng.random() < 0.25
-    length = asked.long if large else -(-min(max(case.q_length, 16), 512, asked.long) // ring) * ring
+    step = ring * (case.selected_size if case.selected else 1)  # a block of chosen keys lies on one rank
+    length = -(-(asked.long if large else min(max(case.q_length, 16), 512, asked.long)) // step) * step
     cross = case.q_length != case.kv_length and rng.random() < 0.5
     bias = case.bias if case.bias is None or asked.shared_bias or "N" in case.bias else case.bias + "N"
     return dataclasses.replace(
@@ -38,7 +39,7 @@ def drawn(seed: int, ring: int, asked: argparse.Namespace) -> Case:
         dtype=rng.choice(asked.dtypes),
         batch=1 if large else min(case.batch, 2),
         q_length=length,
-        kv_length=-(-length // 2 // ring) * ring if cross else length,
+        kv_length=-(-length // 2 // step) * step if cross else length,
         kv_heads=kv_heads,
         heads=kv_heads * rng.choice((1, 2, 4)),
         head_dim=rng.choice((64, 128)) if large else min(case.head_dim, 160),
