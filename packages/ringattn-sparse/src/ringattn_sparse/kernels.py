@@ -29,6 +29,8 @@ LARGE_MEMORY: Final = ("9.0", "10.0", "10.3")
 """The compute capabilities of the GPUs whose shared memory has room for `HELD`."""
 IN_REGISTERS: Final = 2**14
 """A program chooses among so many scores."""
+WARPS: Final = 4
+STAGES: Final = 2
 INTERPRET = False
 """Whether kernels are interpreted; set by tests on CPUs."""
 
@@ -180,7 +182,7 @@ def _launch(kernel: Callable[..., None], grid: tuple[int, ...], operands: Any, r
         in_specs=[None if x is None else pl.BlockSpec((None, *block), at) for x, block, at in operands],
         out_specs=[pl.BlockSpec((None, *block), at) for _, _, block, at in results],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _, _ in results],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=INTERPRET,
     )(*arrays)
 
