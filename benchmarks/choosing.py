@@ -106,9 +106,7 @@ class Checked:
 
     def different(self, whole: bool) -> float:
         """The share of the ids that differ."""
-        choose = functools.partial(
-            select, count=self.count, size=self.size, groups=self.groups, **dict(self.options)
-        )
+        choose = functools.partial(select, count=self.count, size=self.size, groups=self.groups, **dict(self.options))
         arrays = self.arrays(whole)
         wide = [x if x is None else x.astype(jnp.float32) for x in arrays]
         got, right = (np.asarray(jax.jit(choose)(*x)) for x in (arrays, wide))
@@ -144,7 +142,7 @@ CHECKED = {
 
 
 def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float]]:
-    """The choices in `CHECKED` whose name contains the text of `--only`, and the loss of `teach`."""
+    """The choices in `CHECKED` whose name contains the text of `--only`, and the losses of `teach`."""
     claims = []
     for name, call in CHECKED.items():
         if arguments.only in name:
@@ -152,19 +150,19 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float
             print(json.dumps({name: shares}), flush=True)
             claims.append(Claim(f"{name}: ids of integers that differ", shares["integers"], "<=", 0))
             claims.append(Claim(f"{name}: ids of normal numbers that differ", shares["normal numbers"], "<=", 1e-3))
-    if arguments.only in "teach":
-        losses = {}
-        for dtype in (jnp.bfloat16, jnp.float32):
-            narrow = Shape(1, 2048, 16, 4, 128).arrays()[:3]
-            attention = [x.astype(dtype) for x in narrow]
-            indexer = [x.astype(dtype) for x in index_arrays(2048, 8, 128, jnp.bfloat16)]
-            losses[dtype] = [
-                float(call()[0])
-                for call in lessons(argparse.Namespace(**vars(arguments) | {"kv_heads": 4}), indexer, attention).values()
-            ]
-        pairs = zip(("all keys", "chosen keys"), losses[jnp.bfloat16], losses[jnp.float32], strict=True)
-        claims += [Claim(f"teach, {name}: relative error of the loss", abs(a / b - 1), "<=", 1e-2) for name, a, b in pairs]
-    return claims, {}
+    return claims + (losses(arguments) if arguments.only in "teach" else []), {}
+
+
+def losses(arguments: argparse.Namespace) -> list[Claim]:
+    """The loss of `teach` for bfloat16, compared with that of the same numbers in float32."""
+    tokens, found = 2048, []
+    attention = Shape(1, tokens, arguments.heads, arguments.kv_heads, arguments.head_size).arrays()[:3]
+    indexer = index_arrays(tokens, arguments.index_heads, arguments.head_size, jnp.bfloat16)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        given = jax.tree.map(lambda x: x.astype(dtype), (indexer, attention))  # noqa: B023
+        found.append({name: float(call()[0]) for name, call in lessons(arguments, *given).items()})
+    errors = {name: abs(found[0][name] / right - 1) for name, right in found[1].items()}
+    return [Claim(f"{name}: relative error of the loss", error, "<=", 1e-2) for name, error in errors.items()]
 
 
 def main() -> None:

@@ -69,54 +69,67 @@ def best_blocks(
 ) -> tuple[Float32[Array, "B t G count"], Int32[Array, "B t G count"]]:
     """The highest scores of each query and group, the highest first, and the ids of their blocks.
 
-    Of equal scores, that with the smaller id is first. A block of which the query sees no key has the score -inf and the
-    id `NO_INDEX`. `q_index` and `blocks` ascend.
+    Of equal scores, that with the smaller id is first. A block of which the query sees no key has the score -inf and
+    the id `NO_INDEX`. `q_index` and `blocks` ascend.
     """
     (rows, length, heads, dim), (size, key_heads) = query.shape, key.shape[2:4]
     query, weights, q_ids, q_index = (_padded(x, QUERIES) for x in (query, weights, q_ids, q_index[None]))
     key, kv_ids = (_padded(x if x is None else x.reshape(rows, -1, *x.shape[3:]), KEYS) for x in (key, kv_ids))
     key_index = _padded(indices_of_blocks(blocks, size)[None], KEYS, NO_INDEX)
-    limit = q_index if causal else jnp.full_like(q_index, NO_INDEX - 1)
-    # Keys ascend, so a tile has a key that some of the queries see only if they see its first one.
-    near = (key_index[:, ::KEYS] <= limit.reshape(-1, QUERIES).max(1)[:, None]).sum(1, dtype=jnp.int32)
     tokens, keys, of_group = query.shape[1], key.shape[1], heads // groups
     capacity = pl.next_power_of_2(keys // KEYS) * (KEYS // size)
     blocks = _padded(blocks[None], capacity, NO_INDEX)
-    operands = (
-        (query, (QUERIES, of_group, dim), lambda i, part, g: (g // groups, i, g % groups, 0)),
-        (weights, (QUERIES, of_group), lambda i, part, g: (g // groups, i, g % groups)),
-        (q_ids, (QUERIES,), lambda i, part, g: (g // groups, i)),
-        (q_index, (QUERIES,), lambda i, part, g: (0, i)),
-        (limit, (QUERIES,), lambda i, part, g: (0, i)),
-        (near[:, None], (1,), lambda i, part, g: (i, 0)),
-        (key, (keys, None, dim), lambda i, part, g: (g // groups, 0, g % key_heads, 0)),
-        (kv_ids, (keys,), lambda i, part, g: (g // groups, 0)),
-        (key_index, (keys,), lambda i, part, g: (0, 0)),
-        (blocks, (capacity,), lambda i, part, g: (0, 0)),
-    )
-    held = of_group * QUERIES * dim * 2 <= HELD and _capability() in LARGE_MEMORY
+    limit = q_index if causal else jnp.full_like(q_index, NO_INDEX - 1)
+    # Keys ascend, so a tile has a key that some of the queries see only if they see its first one.
+    near = (key_index[:, ::KEYS] <= limit.reshape(-1, QUERIES).max(1)[:, None]).sum(1, dtype=jnp.int32)
+    tiles, parts = tokens // QUERIES, pl.cdiv(capacity * size, TILES * KEYS)
     (scores,) = _launch(
-        functools.partial(_score, size=size, held=held, activation=activation, ranked=ranked),
-        (tokens // QUERIES, pl.cdiv(capacity * size, TILES * KEYS), rows * groups),
-        operands,
-        [((rows * groups, capacity, tokens), jnp.float32, (capacity, QUERIES), lambda i, part, g: (g, 0, i))],
+        functools.partial(
+            _score,
+            part_of=lambda program: program // tiles % parts,
+            size=size,
+            held=of_group * QUERIES * dim * 2 <= HELD and _capability() in LARGE_MEMORY,
+            activation=activation,
+            ranked=ranked,
+        ),
+        (tiles, parts, groups, rows),
+        [
+            (query, (None, QUERIES, of_group, dim), lambda tile, group, row: (row, tile, group, 0)),
+            (weights, (None, QUERIES, of_group), lambda tile, group, row: (row, tile, group)),
+            (q_ids, (None, QUERIES), lambda tile, group, row: (row, tile)),
+            (q_index, (None, QUERIES), lambda tile, group, row: (0, tile)),
+            (limit, (None, QUERIES), lambda tile, group, row: (0, tile)),
+            (near, (1,), lambda tile, group, row: (tile,)),
+            (key, (None, keys, None, dim), lambda tile, group, row: (row, 0, group % key_heads, 0)),
+            (kv_ids, (None, keys), lambda tile, group, row: (row, 0)),
+            (key_index, (None, keys), lambda tile, group, row: (0, 0)),
+            (blocks, (None, capacity), lambda tile, group, row: (0, 0)),
+        ],
+        [((rows, groups, capacity, tokens), jnp.float32)],
     )
-    each = min(IN_REGISTERS // capacity, QUERIES)
-    best = [((rows * groups, count, tokens), dtype, (count, each), lambda i, g: (g, 0, i)) for dtype in (jnp.float32, jnp.int32)]
-    found = _launch(
+    queries = min(IN_REGISTERS // capacity, QUERIES)
+    top, ids = _launch(
         functools.partial(_choose, count=count),
-        (tokens // each, rows * groups),
-        [(scores, (capacity, each), lambda i, g: (g, 0, i)), (blocks, (capacity,), lambda i, g: (0, 0))],
-        best,
+        (tokens // queries, 1, groups, rows),
+        [
+            (scores, (None, None, capacity, queries), lambda tile, group, row: (row, group, 0, tile)),
+            (blocks, (None, capacity), lambda tile, group, row: (0, 0)),
+        ],
+        [((rows, groups, count, tokens), dtype) for dtype in (jnp.float32, jnp.int32)],
     )
-    top, ids = (jnp.moveaxis(x.reshape(rows, groups, count, tokens), 3, 1)[:, :length] for x in found)
+    top, ids = (jnp.moveaxis(x, 3, 1)[:, :length] for x in (top, ids))
     return top, ids
 
 
-def _score(*refs: Any, size: int, held: bool, activation: Activation, ranked: Ranked) -> None:
-    """The scores `[blocks, QUERIES]` of `TILES` tiles of keys, for one group of index heads."""
+def _score(
+    *refs: Any, part_of: Callable[[Any], Any], size: int, held: bool, activation: Activation, ranked: Ranked
+) -> None:
+    """The scores `[blocks, QUERIES]` of `TILES` tiles of keys, for a group of index heads.
+
+    `limit` is the last index that a query sees, and `near` the number of tiles that some query of the program sees.
+    """
     query, weights, q_ids, q_index, limit, near, key, kv_ids, key_index, blocks, out = refs
-    heads, of_tile, tiles = query.shape[1], KEYS // size, out.shape[0] * size // KEYS
+    heads, of_tile = query.shape[1], KEYS // size
 
     def of_head(head: Any) -> tuple[jax.Array, Any]:
         return query[:, head, :], None if weights is None else weights[:, head][:, None]
@@ -134,7 +147,7 @@ def _score(*refs: Any, size: int, held: bool, activation: Activation, ranked: Ra
             return sums + (x if weight is None else x * weight)
 
         x = jnp.zeros((QUERIES, KEYS), jnp.float32)
-        if known:
+        if known:  # unrolled, so that the queries and weights stay where they are
             for head in range(heads):
                 x = add(head, x)
         else:
@@ -144,14 +157,15 @@ def _score(*refs: Any, size: int, held: bool, activation: Activation, ranked: Ra
             ids = kv_ids[at][None]
             seen &= (ids == q_ids[...][:, None]) & (ids >= 0)
         x = jnp.where(seen, not_nan(x), -jnp.inf)
+        # Triton would move a whole tile between threads for the reshape.
         x = x.max(1, keepdims=True) if of_tile == 1 else x.reshape(QUERIES, of_tile, size).max(2)
         out[places, :] = ranked(x, q_index[...], blocks[places]).T
 
     def unseen(number: Any, _: None) -> None:
         out[pl.ds(number * of_tile, of_tile), :] = jnp.full((of_tile, QUERIES), -jnp.inf)
 
-    first = pl.program_id(1) * TILES
-    last = jnp.minimum(first + TILES, tiles)
+    first = part_of(pl.program_id(0)) * TILES
+    last = jnp.minimum(first + TILES, out.shape[0] // of_tile)
     until = jnp.clip(near[0], first, last)
     jax.lax.fori_loop(first, until, tile, None)
     jax.lax.fori_loop(until, last, unseen, None)
@@ -171,17 +185,33 @@ def _choose(scores: Any, blocks: Any, top: Any, ids: Any, *, count: int) -> None
     jax.lax.fori_loop(0, count, one, scores[...])
 
 
-def _launch(kernel: Callable[..., None], grid: tuple[int, ...], operands: Any, results: Any) -> Any:
-    """Runs a kernel on operands `(array or None, block, index map)`; results are `(shape, dtype, block, index map)`."""
+def _launch(kernel: Callable[..., None], grid: tuple[int, int, int, int], operands: Any, results: Any) -> Any:
+    """Runs a kernel for each tile of queries, part of the keys, group and batch row.
+
+    Operands are an array or `None`, its block, and the index of the block for a tile, group and row. Results have a
+    shape `[rows, groups, n, tokens]` and a dtype.
+    """
+    tiles, parts, groups, rows = grid
+
+    def spec(block: Any, index: Callable[..., Any]) -> pl.BlockSpec:
+        def of_program(program: Any) -> Any:
+            of_group = program // (tiles * parts)
+            return index(program % tiles, of_group % groups, of_group // groups)
+
+        return pl.BlockSpec(block, of_program)
+
     arrays = [array for array, _, _ in operands]
     arrays = align(arrays, axes_of(arrays))
-    varying = next(jax.typeof(x).manual_axis_type for x in arrays if x is not None)
+    varying = jax.typeof(arrays[0]).manual_axis_type
     return pl.pallas_call(
         kernel,
-        grid=grid,
-        in_specs=[None if x is None else pl.BlockSpec((None, *block), at) for x, block, at in operands],
-        out_specs=[pl.BlockSpec((None, *block), at) for _, _, block, at in results],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _, _ in results],
+        grid=tiles * parts * groups * rows,  # one axis: each `jax.vmap` adds one, and Triton takes three
+        in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
+        out_specs=[
+            spec((None, None, shape[2], shape[3] // tiles), lambda tile, group, row: (row, group, 0, tile))
+            for shape, _ in results
+        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in results],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=INTERPRET,
     )(*arrays)

@@ -29,7 +29,6 @@ from .scores import (
 )
 
 
-
 def select(
     index_query: Float[Array, "B T I D"],
     index_key: Float[Array, "B S D"] | Float[Array, "B S groups D"],
