@@ -205,7 +205,7 @@ def _launch(kernel: Callable[..., None], grid: tuple[int, int, int, int], operan
     varying = jax.typeof(arrays[0]).manual_axis_type
     return pl.pallas_call(
         kernel,
-        grid=tiles * parts * groups * rows,  # one axis: each `jax.vmap` adds one, and Triton takes three
+        grid=(tiles * parts * groups * rows,),  # one axis: each `jax.vmap` adds one, and Triton takes three
         in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
         out_specs=[
             spec((None, None, shape[2], shape[3] // tiles), lambda tile, group, row: (row, group, 0, tile))

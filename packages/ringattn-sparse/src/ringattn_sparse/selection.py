@@ -130,9 +130,19 @@ class Choice:
     def __call__(self, own: Any, theirs: Any, best: Best | None) -> Best:
         ((key, kv_ids),), blocks = theirs.arrays.values(), theirs.index
         query, weights, q_ids = (own.arrays[name] for name in ("index_query", "weights", "q_segment_ids"))
-        (rows, length, heads, _), queries = query.shape, (query, weights, q_ids, own.index[None])
-        kept = rows * self.groups * blocks.size
-        size = 1 if self.sees_starts(kv_ids) else self.size
+        (rows, length, heads, _), count = query.shape, min(self.count, blocks.size)
+        kept, size = rows * self.groups * blocks.size, 1 if self.sees_starts(kv_ids) else self.size
+
+        def over(of_queries: tiles.Cut, best_of: Callable[..., Best]) -> Callable[[], Best]:
+            """The best blocks of all queries, one tile after another; `best_of` finds the best of this shard."""
+
+            def continued(tile: Any) -> Best:
+                *queries, index, best = tile
+                return self.merged(best, best_of(*queries, index[0]))
+
+            split = (query, weights, q_ids, own.index[None], best)
+            return lambda: of_queries.joined(jax.lax.map(continued, of_queries.split(split)), length)
+
         of_queries, of_keys = tiles.cuts(length, blocks.size, size, rows * heads, kept)
 
         def by_tiles(*queries: Any) -> Best:
@@ -141,26 +151,19 @@ class Choice:
             scores = jnp.moveaxis(scores, 0, 3)  # [B, G, t, tiles of keys, blocks]
             scores = jnp.swapaxes(scores.reshape(*scores.shape[:3], -1)[..., : blocks.size], 1, 2)
             # `top_k` prefers the earlier of equal entries, which has the smaller id.
-            top, places = jax.lax.top_k(scores, min(self.count, blocks.size))
+            top, places = jax.lax.top_k(scores, count)
             return Best(top, jnp.where(top > -jnp.inf, blocks[places], NO_INDEX))
 
-        def by_kernels(*queries: Any) -> Best:
+        def by_kernels(query: Any, weights: Any, q_ids: Any, index: Any) -> Best:
             options = {name: getattr(self, name) for name in ("groups", "causal", "activation", "ranked")}
-            count = min(self.count, blocks.size)
-            return Best(*kernels.best_blocks(*queries, key, kv_ids, blocks, count=count, **options))
+            found = kernels.best_blocks(query, weights, q_ids, index, key, kv_ids, blocks, count=count, **options)
+            return Best(*found)
 
-        def over(cut: tiles.Cut, best_of: Callable[..., Best]) -> Callable[[], Best]:
-            def tile(queries_and_best: Any) -> Best:
-                (*queries, index), best = queries_and_best
-                return self.merged(best, best_of(*queries, index[0]))
-
-            return lambda: cut.joined(jax.lax.map(tile, cut.split((queries, best))), length)
-
-        default = over(of_queries, by_tiles)
+        plain = over(of_queries, by_tiles)
         if not kernels.fit(query, blocks.size, self.size, self.count, self.pool, self.activation):
-            return default()
-        of_launches = tiles.Cut.of(length, tiles.MOST_PRODUCTS // kept)
-        return kernels.on_cuda(over(of_launches, by_kernels), default)
+            return plain()
+        of_launches = tiles.Cut.of(length, max(tiles.MOST_PRODUCTS // kept, kernels.QUERIES))
+        return kernels.on_cuda(over(of_launches, by_kernels), plain)
 
     def scores(self, queries: Any, keys: Any, blocks: Int32[Array, " n"]) -> Float32[Array, "B G t n"]:
         """The scores of some blocks for some queries; -inf for blocks of which the query sees no key."""
