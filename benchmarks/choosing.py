@@ -99,10 +99,12 @@ class Checked:
     weights: bool = True
 
     def arrays(self, whole: bool) -> list[Any]:
-        """Small integers, whose sums are exact and often equal, or normal numbers."""
-        arrays = index_arrays(self.tokens, self.heads, self.head_size, self.dtype, self.tokens)
-        arrays = [jnp.round(x) for x in arrays] if whole else arrays
-        return arrays if self.weights else [*arrays[:2], None]
+        """Small integers, whose sums are exact and often equal, with keys that are not finite; or normal numbers."""
+        query, key, weights = index_arrays(self.tokens, self.heads, self.head_size, self.dtype, self.tokens)
+        if whole:
+            query, key, weights = (jnp.round(x) for x in (query, key, weights))
+            key = key.at[:, 300, 0].set(jnp.nan).at[:, 5, 1].set(jnp.inf)
+        return [query, key, weights if self.weights else None]
 
     def different(self, whole: bool) -> float:
         """The share of the ids that differ."""

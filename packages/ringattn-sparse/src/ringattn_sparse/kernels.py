@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int32
 from ringattn_core.contract.varying import align, axes_of
 
-from .scores import NO_INDEX, Activation, indices_of_blocks, not_nan, relu
+from .scores import NO_INDEX, Activation, activated, indices_of_blocks, not_nan, relu
 
 QUERIES: Final = 64
 """A program scores the blocks for so many queries."""
@@ -142,8 +142,7 @@ def _score(
 
         def add(head: Any, sums: jax.Array) -> jax.Array:
             q, weight = known[head] if known else of_head(head)
-            x = jnp.dot(q, keys, preferred_element_type=jnp.float32)
-            x = x if activation is None else jnp.maximum(x, 0.0)
+            x = activated(activation, jnp.dot(q, keys, preferred_element_type=jnp.float32))
             return sums + (x if weight is None else x * weight)
 
         x = jnp.zeros((QUERIES, KEYS), jnp.float32)

@@ -26,7 +26,7 @@ def products(q: Float[Array, "B t I D"], k: Float[Array, "B s G D"]) -> Float32[
 
 
 def relu(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """`max(x, 0)`. NaN stays NaN; in `jnp.maximum` XLA for CPUs has lost it here."""
+    """`max(x, 0)`. NaN stays NaN, which `jnp.maximum` has lost here on CPUs, and loses in Triton."""
     return jnp.where(x <= 0, 0.0, x)
 
 
