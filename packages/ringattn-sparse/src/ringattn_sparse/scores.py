@@ -2,12 +2,15 @@
 """The index scores of a tile of queries and keys, and which of these keys each query sees."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+NO_INDEX: Final = 2**31 - 1
+"""The index of padding, and the id of no block: larger than all others, so that no query sees it and it loses ties."""
+FLOAT32: Final = jnp.finfo(jnp.float32)
 Activation = Callable[[jax.Array], jax.Array] | None
 
 
@@ -23,7 +26,7 @@ def products(q: Float[Array, "B t I D"], k: Float[Array, "B s G D"]) -> Float32[
 
 
 def relu(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """`max(x, 0)`. NaN stays NaN; in `jnp.maximum` XLA for CPUs has lost it here."""
+    """`max(x, 0)`. NaN stays NaN, which `jnp.maximum` has lost here on CPUs, and loses in Triton."""
     return jnp.where(x <= 0, 0.0, x)
 
 
@@ -38,6 +41,11 @@ def summed(
     if weights is not None:
         x = x * jnp.swapaxes(weights, 1, 2)[..., None]
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2)
+
+
+def not_nan(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """`x`, where NaN and -inf become the lowest finite number: -inf stands for what a query does not see."""
+    return jnp.where(x >= FLOAT32.min, x, FLOAT32.min)
 
 
 def visible(

@@ -2,7 +2,8 @@
 """Chooses keys: for each query, the blocks of keys whose index scores are highest (`select`)."""
 
 import dataclasses
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,23 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Float32, Int, Int32
 from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
+from ringattn_core.integers import whole
 
-from . import tiles
-from .arguments import Blocks, Names, flag, function, index_arrays, whole
-from .scores import Activation, activated, flat, indices_of_blocks, products, relu, summed, visible
-
-NO_BLOCK: Final = 2**31 - 1
-"""The id of an empty place while blocks are chosen: larger than that of any block, so that it loses every tie."""
-FLOAT32: Final = jnp.finfo(jnp.float32)
+from . import kernels, tiles
+from .arguments import Blocks, Names, flag, function, index_arrays
+from .scores import (
+    FLOAT32,
+    NO_INDEX,
+    Activation,
+    activated,
+    flat,
+    indices_of_blocks,
+    not_nan,
+    products,
+    relu,
+    summed,
+    visible,
+)
 
 
 def select(
@@ -99,7 +109,7 @@ def select(
 
 
 class Best(NamedTuple):
-    """The best blocks so far, the best first, and their scores; an empty place has the score -inf and `NO_BLOCK`."""
+    """The best blocks so far, the best first, and their scores; an empty place has the score -inf and `NO_INDEX`."""
 
     scores: Float32[Array, "B T G count"]
     ids: Int32[Array, "B T G count"]
@@ -121,21 +131,40 @@ class Choice:
     def __call__(self, own: Any, theirs: Any, best: Best | None) -> Best:
         ((key, kv_ids),), blocks = theirs.arrays.values(), theirs.index
         query, weights, q_ids = (own.arrays[name] for name in ("index_query", "weights", "q_segment_ids"))
-        length, heads = query.shape[1], query.shape[0] * query.shape[2]
-        size, kept = 1 if self.sees_starts(kv_ids) else self.size, query.shape[0] * self.groups * blocks.size
-        of_queries, of_keys = tiles.cuts(length, blocks.size, size, heads, kept)
-        keys = of_keys.split((key, kv_ids)), of_keys.split(blocks[None], -1)[:, 0]
+        (rows, length, heads, _), count = query.shape, min(self.count, blocks.size)
+        kept, size = rows * self.groups * blocks.size, 1 if self.sees_starts(kv_ids) else self.size
 
-        def continued(tile: Any) -> Best:
-            """The best blocks of one tile of queries."""
-            *queries, index, best = tile
-            scores = jax.lax.map(lambda keys: self.scores((*queries, index[0]), *keys), keys)
+        def over(of_queries: tiles.Cut, best_of: Callable[..., Best]) -> Callable[[], Best]:
+            """The best blocks of all queries, one tile after another; `best_of` finds the best of this shard."""
+
+            def continued(tile: Any) -> Best:
+                *queries, index, best = tile
+                return self.merged(best, best_of(*queries, index[0]))
+
+            split = (query, weights, q_ids, own.index[None], best)
+            return lambda: of_queries.joined(jax.lax.map(continued, of_queries.split(split)), length)
+
+        of_queries, of_keys = tiles.cuts(length, blocks.size, size, rows * heads, kept)
+
+        def by_tiles(*queries: Any) -> Best:
+            keys = of_keys.split((key, kv_ids)), of_keys.split(blocks[None], -1)[:, 0]
+            scores = jax.lax.map(lambda keys: self.scores(queries, *keys), keys)
             scores = jnp.moveaxis(scores, 0, 3)  # [B, G, t, tiles of keys, blocks]
             scores = jnp.swapaxes(scores.reshape(*scores.shape[:3], -1)[..., : blocks.size], 1, 2)
-            return self.merged(best, scores, blocks)
+            # `top_k` prefers the earlier of equal entries, which has the smaller id.
+            top, places = jax.lax.top_k(scores, count)
+            return Best(top, jnp.where(top > -jnp.inf, blocks[places], NO_INDEX))
 
-        split = of_queries.split((query, weights, q_ids, own.index[None], best))
-        return of_queries.joined(jax.lax.map(continued, split), length)
+        def by_kernels(query: Any, weights: Any, q_ids: Any, index: Any) -> Best:
+            options = {name: getattr(self, name) for name in ("groups", "causal", "activation", "ranked")}
+            found = kernels.best_blocks(query, weights, q_ids, index, key, kv_ids, blocks, count=count, **options)
+            return Best(*found)
+
+        plain = over(of_queries, by_tiles)
+        if not kernels.fit(query, blocks.size, self.size, self.count, self.pool, self.activation):
+            return plain()
+        of_launches = tiles.Cut.of(length, max(tiles.MOST_PRODUCTS // kept, kernels.QUERIES))
+        return kernels.on_cuda(over(of_launches, by_kernels), plain)
 
     def scores(self, queries: Any, keys: Any, blocks: Int32[Array, " n"]) -> Float32[Array, "B G t n"]:
         """The scores of some blocks for some queries; -inf for blocks of which the query sees no key."""
@@ -146,16 +175,12 @@ class Choice:
         def computed() -> jax.Array:
             seen = visible(self.causal, q_index, each, q_ids, flat(kv_ids))
             x = activated(self.activation, products(query, key if self.pool == "mean" else flat(key)))
-            x = summed(x, weights, self.groups)
-            x = jnp.where(jnp.isnan(x), FLOAT32.min, x.clip(FLOAT32.min, FLOAT32.max))
-            x = jnp.where(x == 0, 0.0, x)  # of -0.0 and 0.0, a sort would take the latter to be larger
+            x = not_nan(summed(x, weights, self.groups))
             if self.pool == "mean":
                 x = jnp.where(seen.reshape(*seen.shape[:3], blocks.size, -1).any(-1), x, -jnp.inf)
             else:
                 x = jnp.where(seen, x, -jnp.inf).reshape(*x.shape[:3], blocks.size, self.size).max(-1)
-            behind = (q_index // self.size)[:, None] - blocks[None]
-            must = (blocks < self.first)[None] | ((behind >= 0) & (behind < self.newest))
-            return jnp.where(must[None, None] & (x > -jnp.inf), jnp.inf, x)
+            return self.ranked(x, q_index, blocks)
 
         near = (starts <= q_index.max()) & (starts >= 0) if self.causal else None
         nothing = jnp.full_like(jnp.swapaxes(query[:, :, : self.groups, :1], 1, 2), -jnp.inf, jnp.float32)
@@ -165,14 +190,24 @@ class Choice:
         """Whether a query sees a key of a block exactly if it sees the first one, and no score is of one key."""
         return self.pool == "mean" and kv_ids is None
 
-    def merged(self, best: Best | None, scores: Float32[Array, "B t G n"], blocks: Int32[Array, " n"]) -> Best:
-        """The best of the blocks so far and of these; the ids in `blocks` ascend."""
-        # `top_k` prefers the earlier of equal entries, which has the smaller id.
-        top, places = jax.lax.top_k(scores, min(self.count, blocks.size))
-        new = Best(top, jnp.where(top > -jnp.inf, blocks[places], NO_BLOCK))
+    def ranked(
+        self, x: Float32[Array, "... t n"], q_index: Int32[Array, " t"], blocks: Int32[Array, " n"]
+    ) -> Float32[Array, "... t n"]:
+        """The scores of blocks with one zero, and `inf` for forced blocks alone; -inf stays."""
+        x = jnp.minimum(x, FLOAT32.max)
+        x = jnp.where(x == 0, 0.0, x)  # of -0.0 and 0.0, a sort would take the latter to be larger
+        if self.first + self.newest == 0:
+            return x
+        behind = (q_index // self.size)[:, None] - blocks[None]
+        must = (blocks < self.first)[None] | ((behind >= 0) & (behind < self.newest))
+        must = jax.lax.expand_dims(must, range(x.ndim - 2))
+        return jnp.where(must & (x > -jnp.inf), jnp.inf, x)
+
+    def merged(self, best: Best | None, new: Best) -> Best:
+        """The best of the blocks so far and of new ones, each with the best first."""
         if best is None:
-            missing = [(0, 0)] * 3 + [(0, self.count - top.shape[-1])]
-            fills = (-jnp.inf, NO_BLOCK)
+            missing = [(0, 0)] * 3 + [(0, self.count - new.ids.shape[-1])]
+            fills = (-jnp.inf, NO_INDEX)
             return Best(*(jnp.pad(x, missing, constant_values=fill) for x, fill in zip(new, fills, strict=True)))
         both = [jnp.concatenate(pair, -1) for pair in zip(best, new, strict=True)]
         lowest_first, ids = jax.lax.sort((-both[0], both[1]), num_keys=2)
@@ -182,7 +217,7 @@ class Choice:
 @jax.jit
 def _ascending(best: Best) -> Int32[Array, "B T G count"]:
     ids = jnp.sort(best.ids, -1)
-    return jnp.where(ids == NO_BLOCK, -1, ids)
+    return jnp.where(ids == NO_INDEX, -1, ids)
 
 
 @jax.jit

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of `select` on NVIDIA GPUs: the scores of the blocks of a shard, and the best of these blocks.
+
+Pallas lowers them to the Triton that is part of JAX. The score of a key never leaves the registers of its program.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Float32, Int32
+from ringattn_core.contract.varying import align, axes_of
+
+from .scores import NO_INDEX, Activation, activated, indices_of_blocks, not_nan, relu
+
+QUERIES: Final = 64
+"""A program scores the blocks for so many queries."""
+KEYS: Final = 128
+"""A product of matrices has so many keys."""
+TILES: Final = 32
+"""A program takes at most so many times `KEYS` keys."""
+HELD: Final = 2**17
+"""A program keeps at most so many bytes of queries in shared memory; it reads more of them again for each tile."""
+LARGE_MEMORY: Final = ("9.0", "10.0", "10.3")
+"""The compute capabilities of the GPUs whose shared memory has room for `HELD`."""
+IN_REGISTERS: Final = 2**14
+"""A program chooses among so many scores."""
+WARPS: Final = 4
+STAGES: Final = 2
+INTERPRET = False
+"""Whether kernels are interpreted; set by tests on CPUs."""
+
+Ranked = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""A function of scores `[t, n]`, the indices of the queries and the ids of the blocks, which returns final scores."""
+
+
+def fit(query: Any, blocks: int, size: int, count: int, pool: str, activation: Activation) -> bool:
+    """Whether the kernels take a call: with 16-bit index heads of 16, 32, 64 or 128, a `size` that divides 128, at most
+    4,096 blocks a shard, a `count` up to 64, `pool="max"`, and `relu` or no activation.
+    """
+    heads_fit = query.dtype.itemsize == 2 and query.shape[3] in (16, 32, 64, 128)
+    blocks_fit = KEYS % size == 0 and blocks <= 4096 and count <= 64
+    return heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
+
+
+def on_cuda(compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """`compute()` in programs for NVIDIA GPUs, and where kernels are interpreted; else `otherwise()`."""
+    return compute() if INTERPRET else jax.lax.platform_dependent(cuda=compute, default=otherwise)
+
+
+def best_blocks(
+    query: Float[Array, "B t I D"],
+    weights: Float32[Array, "B t I"] | None,
+    q_ids: Int32[Array, "B t"] | None,
+    q_index: Int32[Array, " t"],
+    key: Float[Array, "B n size K D"],
+    kv_ids: Int32[Array, "B n size"] | None,
+    blocks: Int32[Array, " n"],
+    *,
+    groups: int,
+    count: int,
+    causal: bool,
+    activation: Activation,
+    ranked: Ranked,
+) -> tuple[Float32[Array, "B t G count"], Int32[Array, "B t G count"]]:
+    """The highest scores of each query and group, the highest first, and the ids of their blocks.
+
+    Of equal scores, that with the smaller id is first. A block of which the query sees no key has the score -inf and
+    the id `NO_INDEX`. `q_index` and `blocks` ascend.
+    """
+    (rows, length, heads, dim), (size, key_heads) = query.shape, key.shape[2:4]
+    query, weights, q_ids, q_index = (_padded(x, QUERIES) for x in (query, weights, q_ids, q_index[None]))
+    key, kv_ids = (_padded(x if x is None else x.reshape(rows, -1, *x.shape[3:]), KEYS) for x in (key, kv_ids))
+    key_index = _padded(indices_of_blocks(blocks, size)[None], KEYS, NO_INDEX)
+    tokens, keys, of_group = query.shape[1], key.shape[1], heads // groups
+    capacity = pl.next_power_of_2(keys // KEYS) * (KEYS // size)
+    blocks = _padded(blocks[None], capacity, NO_INDEX)
+    limit = q_index if causal else jnp.full_like(q_index, NO_INDEX - 1)
+    # Keys ascend, so a tile has a key that some of the queries see only if they see its first one.
+    near = (key_index[:, ::KEYS] <= limit.reshape(-1, QUERIES).max(1)[:, None]).sum(1, dtype=jnp.int32)
+    tiles, parts = tokens // QUERIES, pl.cdiv(capacity * size, TILES * KEYS)
+    (scores,) = _launch(
+        functools.partial(
+            _score,
+            part_of=lambda program: program // tiles % parts,
+            size=size,
+            held=of_group * QUERIES * dim * 2 <= HELD and _capability() in LARGE_MEMORY,
+            activation=activation,
+            ranked=ranked,
+        ),
+        (tiles, parts, groups, rows),
+        [
+            (query, (None, QUERIES, of_group, dim), lambda tile, group, row: (row, tile, group, 0)),
+            (weights, (None, QUERIES, of_group), lambda tile, group, row: (row, tile, group)),
+            (q_ids, (None, QUERIES), lambda tile, group, row: (row, tile)),
+            (q_index, (None, QUERIES), lambda tile, group, row: (0, tile)),
+            (limit, (None, QUERIES), lambda tile, group, row: (0, tile)),
+            (near, (1,), lambda tile, group, row: (tile,)),
+            (key, (None, keys, None, dim), lambda tile, group, row: (row, 0, group % key_heads, 0)),
+            (kv_ids, (None, keys), lambda tile, group, row: (row, 0)),
+            (key_index, (None, keys), lambda tile, group, row: (0, 0)),
+            (blocks, (None, capacity), lambda tile, group, row: (0, 0)),
+        ],
+        [((rows, groups, capacity, tokens), jnp.float32)],
+    )
+    queries = min(IN_REGISTERS // capacity, QUERIES)
+    top, ids = _launch(
+        functools.partial(_choose, count=count),
+        (tokens // queries, 1, groups, rows),
+        [
+            (scores, (None, None, capacity, queries), lambda tile, group, row: (row, group, 0, tile)),
+            (blocks, (None, capacity), lambda tile, group, row: (0, 0)),
+        ],
+        [((rows, groups, count, tokens), dtype) for dtype in (jnp.float32, jnp.int32)],
+    )
+    top, ids = (jnp.moveaxis(x, 3, 1)[:, :length] for x in (top, ids))
+    return top, ids
+
+
+def _score(
+    *refs: Any, part_of: Callable[[Any], Any], size: int, held: bool, activation: Activation, ranked: Ranked
+) -> None:
+    """The scores `[blocks, QUERIES]` of `TILES` tiles of keys, for a group of index heads.
+
+    `limit` is the last index that a query sees, and `near` the number of tiles that some query of the program sees.
+    """
+    query, weights, q_ids, q_index, limit, near, key, kv_ids, key_index, blocks, out = refs
+    heads, of_tile = query.shape[1], KEYS // size
+
+    def of_head(head: Any) -> tuple[jax.Array, Any]:
+        return query[:, head, :], None if weights is None else weights[:, head][:, None]
+
+    known = [of_head(head) for head in range(heads)] if held else None
+
+    def tile(number: Any, _: None) -> None:
+        at, places = pl.ds(number * KEYS, KEYS), pl.ds(number * of_tile, of_tile)
+        keys = key[at, :].T
+
+        def add(head: Any, sums: jax.Array) -> jax.Array:
+            q, weight = known[head] if known else of_head(head)
+            x = activated(activation, jnp.dot(q, keys, preferred_element_type=jnp.float32))
+            return sums + (x if weight is None else x * weight)
+
+        x = jnp.zeros((QUERIES, KEYS), jnp.float32)
+        if known:  # unrolled, so that the queries and weights stay where they are
+            for head in range(heads):
+                x = add(head, x)
+        else:
+            x = jax.lax.fori_loop(0, heads, add, x)
+        seen = key_index[at][None] <= limit[...][:, None]
+        if q_ids is not None:
+            ids = kv_ids[at][None]
+            seen &= (ids == q_ids[...][:, None]) & (ids >= 0)
+        x = jnp.where(seen, not_nan(x), -jnp.inf)
+        # Triton would move a whole tile between threads for the reshape.
+        x = x.max(1, keepdims=True) if of_tile == 1 else x.reshape(QUERIES, of_tile, size).max(2)
+        out[places, :] = ranked(x, q_index[...], blocks[places]).T
+
+    def unseen(number: Any, _: None) -> None:
+        out[pl.ds(number * of_tile, of_tile), :] = jnp.full((of_tile, QUERIES), -jnp.inf)
+
+    first = part_of(pl.program_id(0)) * TILES
+    last = jnp.minimum(first + TILES, out.shape[0] // of_tile)
+    until = jnp.clip(near[0], first, last)
+    jax.lax.fori_loop(first, until, tile, None)
+    jax.lax.fori_loop(until, last, unseen, None)
+
+
+def _choose(scores: Any, blocks: Any, top: Any, ids: Any, *, count: int) -> None:
+    """The `count` highest of the scores `[blocks, queries]`, and their ids, `[count, queries]`."""
+    blocks = blocks[...][:, None]
+
+    def one(place: Any, x: jax.Array) -> jax.Array:
+        highest = x.max(0)
+        chosen = jnp.where(x == highest[None], blocks, NO_INDEX).min(0)
+        top[place, :] = highest
+        ids[place, :] = jnp.where(highest > -jnp.inf, chosen, NO_INDEX)
+        return jnp.where(blocks == chosen[None], -jnp.inf, x)
+
+    jax.lax.fori_loop(0, count, one, scores[...])
+
+
+def _launch(kernel: Callable[..., None], grid: tuple[int, int, int, int], operands: Any, results: Any) -> Any:
+    """Runs a kernel for each tile of queries, part of the keys, group and batch row.
+
+    Operands are an array or `None`, its block, and the index of the block for a tile, group and row. Results have a
+    shape `[rows, groups, n, tokens]` and a dtype.
+    """
+    tiles, parts, groups, rows = grid
+
+    def spec(block: Any, index: Callable[..., Any]) -> pl.BlockSpec:
+        def of_program(program: Any) -> Any:
+            of_group = program // (tiles * parts)
+            return index(program % tiles, of_group % groups, of_group // groups)
+
+        return pl.BlockSpec(block, of_program)
+
+    arrays = [array for array, _, _ in operands]
+    arrays = align(arrays, axes_of(arrays))
+    varying = jax.typeof(arrays[0]).manual_axis_type
+    return pl.pallas_call(
+        kernel,
+        grid=(tiles * parts * groups * rows,),  # one axis: each `jax.vmap` adds one, and Triton takes three
+        in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
+        out_specs=[
+            spec((None, None, shape[2], shape[3] // tiles), lambda tile, group, row: (row, group, 0, tile))
+            for shape, _ in results
+        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in results],
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=INTERPRET,
+    )(*arrays)
+
+
+def _padded(x: Any, multiple: int, fill: int = 0) -> Any:
+    """`[B, tokens, ...]` with tokens that hold `fill` at the end, so that `multiple` divides their number."""
+    if x is None or x.shape[1] % multiple == 0:
+        return x
+    padding = [(0, 0), (0, -x.shape[1] % multiple), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding, constant_values=fill)
+
+
+def _capability() -> str:
+    """The compute capability of the GPUs of this process; "" if it has none."""
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
