@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--index-heads", type=int, default=8)
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--groups", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--head-size", type=int, default=128, help="of the attention and of the indexer")
     parser.add_argument("--size", type=int, default=128, help="the keys of a block")
     parser.add_argument("--count", type=int, default=16, help="the blocks that a query chooses")

@@ -11,9 +11,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int32
 from ringattn_core.contract.varying import align, axes_of
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # JAX 0.11 and 0.12 announce that it will go
+    triton: Any = None
 
 from .scores import NO_INDEX, Activation, activated, indices_of_blocks, not_nan, relu
 
@@ -40,11 +44,12 @@ Ranked = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def fit(query: Any, blocks: int, size: int, count: int, pool: str, activation: Activation) -> bool:
     """Whether the kernels take a call: with 16-bit index heads of 16, 32, 64 or 128, a `size` that divides 128, at most
-    4,096 blocks a shard, a `count` up to 64, `pool="max"`, and `relu` or no activation.
+    4,096 blocks a shard, a `count` up to 64, `pool="max"`, and `relu` or no activation. A JAX without Pallas's Triton
+    has no kernels.
     """
     heads_fit = query.dtype.itemsize == 2 and query.shape[3] in (16, 32, 64, 128)
     blocks_fit = KEYS % size == 0 and blocks <= 4096 and count <= 64
-    return heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
+    return triton is not None and heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
 
 
 def on_cuda(compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
