@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kv_range`: a query sees the keys between two positions of its own, on every ring, layout, strategy and mesh."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
 from ringattn_core.masks import Causal, Document, Local, Predicate, Prefix
-from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import RINGS, close, drawn, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -52,10 +53,8 @@ def test_a_range_is_the_mask_of_its_keys(name: str) -> None:
     close(got, graded(lambda *x: ring_attention(*x, attention_mask=dense(kv_range), return_lse=True), *OPERANDS))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str) -> None:
-    kind = AxisType.Explicit if ranks % 2 else AxisType.Auto
+@pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
+def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str, kind: AxisType) -> None:
     mesh, kv_range = mesh_of(kind, sp=ranks), [x[:, :, None] for x in drawn_range(B, T)]
     options: dict[str, Any] = {"causal": ranks != 3, "sliding_window": None if ranks < 4 else (30, None)}
 
@@ -85,14 +84,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("name", ["by row", "by head"])
-def test_a_range_goes_with_every_other_option(name: str, options: dict[str, Any]) -> None:
-    if "q_positions" in options:
-        kv_range = RANGES[name]
-        mask = dense(kv_range)[..., ::-1]  # ranges compare positions
-    else:
-        kv_range, mask = RANGES[name], dense(kv_range := RANGES[name])
+@pytest.mark.parametrize(("option", "name"), zip(OTHERS, itertools.cycle(["by row", "by head"])))
+def test_a_range_goes_with_every_other_option(option: str, name: str) -> None:
+    options, kv_range = OTHERS[option], RANGES[name]
+    mask = dense(kv_range)[..., :: -1 if "q_positions" in options else 1]  # ranges compare positions
     layout, mesh = options.get("layout", "contiguous"), mesh_of(sp=4)
     placed = {"mesh": mesh, "axis_name": "sp"}
     first, last = (x[:, None] if x.ndim == 2 else x for x in map(jnp.asarray, kv_range))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
-from ringattn_testing.rings import close, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import RINGS, close, graded, in_order_of, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 OPERANDS = query_key_value(B, T, N, K)
@@ -41,10 +41,8 @@ def test_chosen_blocks_are_the_mask_of_their_keys(groups: int, size: int) -> Non
     close(got, graded(lambda *x: ring_attention(*x, attention_mask=dense(ids, size), **options), *OPERANDS))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str) -> None:
-    kind = AxisType.Explicit if ranks % 2 else AxisType.Auto
+@pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
+def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str, kind: AxisType) -> None:
     size = 1 if layout == "striped" else 4 if ranks == 3 else 3
     mesh, ids = mesh_of(kind, sp=ranks), drawn_ids(K, size, 6)
     options: dict[str, Any] = {"causal": ranks != 3, "sliding_window": None if ranks < 4 else (30, None)}

@@ -11,6 +11,16 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from ringattn_core import from_layout, to_layout
 
+RINGS = [
+    (1, "contiguous", AxisType.Auto),
+    (2, "striped", AxisType.Auto),
+    (3, "zigzag", AxisType.Explicit),
+    (4, "contiguous", AxisType.Explicit),
+    (4, "striped", AxisType.Explicit),
+    (8, "zigzag", AxisType.Auto),
+]
+"""Every number of ranks and every layout, each layout on a mesh of either kind: a program each takes seconds."""
+
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
     """A mesh with these axes, all of this kind, over the first devices."""
