@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
 from ringattn_core.masks import Causal, Document, Local, Predicate, Prefix
-from ringattn_testing.rings import RINGS, close, drawn, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import RINGS, close, drawn, graded, in_order_of, masked, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -39,18 +39,18 @@ RANGES = {
 
 
 def dense(kv_range: Any, keys: int = T) -> jax.Array:
-    """The range as a dense mask, `[b, n, T, S]`."""
+    """The range as a dense mask, `[B, N, T, S]`."""
     first, last = (np.broadcast_to(x, (T,)) if np.ndim(x) == 0 else np.asarray(x) for x in kv_range)
     first, last = (x[:, None] if x.ndim == 2 else x[None, None] if x.ndim == 1 else x for x in (first, last))
     columns = np.arange(keys)
-    return jnp.asarray((first[..., None] <= columns) & (columns <= last[..., None]))
+    return jnp.broadcast_to((first[..., None] <= columns) & (columns <= last[..., None]), (B, N, T, keys))
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_a_range_is_the_mask_of_its_keys(name: str) -> None:
     kv_range = RANGES[name]
     got = graded(lambda *x: ring_attention(*x, kv_range=kv_range, return_lse=True), *OPERANDS)
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=dense(kv_range), return_lse=True), *OPERANDS))
+    close(got, masked(dense(kv_range), *OPERANDS, return_lse=True))
 
 
 @pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
@@ -65,9 +65,10 @@ def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout
     moved = in_order_of(layout, ranks, ring)
     got = graded(lambda *x: moved(*x, *map(jnp.asarray, kv_range)), *OPERANDS)
     mask = dense([x[..., 0] for x in kv_range])
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=mask, **options), *OPERANDS), atol=5e-5)
+    close(got, masked(mask, *OPERANDS, **options), atol=5e-5)
 
 
+OF_THE_RING = {"strategy", "layout", "balance", "max_distance"}
 OTHERS: dict[str, dict[str, Any]] = {
     "all-gather": {"strategy": "all_gather"},
     "ulysses": {"strategy": "ulysses"},
@@ -88,24 +89,25 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_a_range_goes_with_every_other_option(option: str, name: str) -> None:
     options, kv_range = OTHERS[option], RANGES[name]
     mask = dense(kv_range)[..., :: -1 if "q_positions" in options else 1]  # ranges compare positions
-    layout, mesh = options.get("layout", "contiguous"), mesh_of(sp=4)
-    placed = {"mesh": mesh, "axis_name": "sp"}
+    # Masks and scores are of a block; what decides on sends and shards needs more than one hop.
+    layout, ranks = options.get("layout", "contiguous"), 4 if OF_THE_RING & options.keys() else 2
+    placed = {"mesh": mesh_of(sp=ranks), "axis_name": "sp"}
     first, last = (x[:, None] if x.ndim == 2 else x for x in map(jnp.asarray, kv_range))
     ends = [jnp.swapaxes(x, 1, 2) for x in (first, last)]
 
     def ring(q: Any, k: Any, v: Any, first: Any, last: Any) -> Any:
         return ring_attention(q, k, v, kv_range=(first.swapaxes(1, 2), last.swapaxes(1, 2)), **placed, **options)
 
-    moved = in_order_of(layout, 4, ring)
+    moved = in_order_of(layout, ranks, ring)
     got = graded(lambda *x: moved(*x, *ends), *OPERANDS)
-    alone = {n: x for n, x in options.items() if n not in ("strategy", "layout", "balance", "max_distance")}
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=mask, **alone), *OPERANDS), atol=5e-5)
+    alone = {n: x for n, x in options.items() if n not in OF_THE_RING}
+    close(got, masked(mask, *OPERANDS, **alone), atol=5e-5)
 
 
 def test_an_axis_of_heads_and_of_rows_splits_ranges_like_queries() -> None:
     mesh, kv_range = mesh_of(AxisType.Explicit, data=2, sp=2, tp=2), RANGES["by row and head"]
     got = graded(lambda *x: ring_attention(*x, kv_range=kv_range, mesh=mesh, axis_name="sp"), *OPERANDS)
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=dense(kv_range)), *OPERANDS), atol=5e-5)
+    close(got, masked(dense(kv_range), *OPERANDS), atol=5e-5)
 
 
 def test_ranges_may_be_traced_vmapped_and_local() -> None:
