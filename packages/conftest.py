@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 import pytest
 
-# JAX makes millions of small objects while it traces: with the default thresholds, (700, 10, 10), the search for garbage
-# takes 7% of the CPU time of these tests, and with these 1.5%.
+# JAX makes millions of small objects while it traces. With the default thresholds, (700, 10, 10), the search for
+# garbage takes 7% of the CPU time of these tests; with these, 1.5%.
 gc.set_threshold(20_000, 20, 20)
 
 # No module of ours may be imported here: core's conftest installs a hook for the import of some of them.
