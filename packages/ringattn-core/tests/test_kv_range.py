@@ -76,16 +76,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "balance": {"balance": "zigzag", "causal": True},
     "promise": {"max_distance": 60},
     "offset": {"causal": True, "query_offset": 3},
-    "segments": {"q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0))},
-    "sinks and soft cap": {"softmax_aux": jnp.ones(N), "logits_soft_cap": 4.0},
-    "dropout": {"dropout_prob": 0.2, "dropout_seed": 3},
+    "segments, sinks, soft cap and dropout": {
+        "q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0)), "softmax_aux": jnp.ones(N),
+        "logits_soft_cap": 4.0, "dropout_prob": 0.2, "dropout_seed": 3,
+    },
     "positions": {"q_positions": jnp.asarray(INDEX[::-1].copy()), "causal": True},
     "mask that is an interval": {"mask_builder": lambda *_: Local(9, 4)},
     "mask that is none": {"mask_builder": lambda *_: Predicate(lambda i, j: (i + j) % 3 > 0)},
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("option", "name"), zip(OTHERS, itertools.cycle(["by row", "by head"])))
+@pytest.mark.parametrize(("option", "name"), [*zip(OTHERS, itertools.cycle(["by row", "by head"]))])
 def test_a_range_goes_with_every_other_option(option: str, name: str) -> None:
     options, kv_range = OTHERS[option], RANGES[name]
     mask = dense(kv_range)[..., :: -1 if "q_positions" in options else 1]  # ranges compare positions

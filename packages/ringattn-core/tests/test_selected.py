@@ -67,16 +67,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "sliding_window": (10, None)},
     "promise": {"max_distance": 60},
     "offset": {"causal": True, "query_offset": 3},
-    "segments": {"q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0))},
-    "range": {"kv_range": (4, 40)},
-    "dense mask of heads": {"attention_mask": jax.random.bernoulli(jax.random.key(9), 0.7, (B, N, T, T))},
+    "segments, a range and a dense mask of heads": {
+        "q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0)), "kv_range": (4, 40),
+        "attention_mask": jax.random.bernoulli(jax.random.key(9), 0.7, (B, N, T, T)),
+    },
     "dense mask": {"attention_mask": jax.random.bernoulli(jax.random.key(9), 0.7, (1, 1, T, T))},
-    "sinks and soft cap": {"softmax_aux": jnp.ones(N), "logits_soft_cap": 4.0},
     "bias, ALiBi, largest scores": {
         "bias": jax.random.normal(jax.random.key(8), (1, N, T, T)), "alibi_slopes": jnp.ones(N) / 8,
         "return_max_logits": True,
     },
-    "dropout": {"dropout_prob": 0.3, "dropout_seed": 3},
+    "sinks, soft cap and dropout": {
+        "softmax_aux": jnp.ones(N), "logits_soft_cap": 4.0, "dropout_prob": 0.3, "dropout_seed": 3,
+    },
 }  # fmt: skip
 
 
