@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import gc
 import logging
 import sys
 import textwrap
@@ -15,6 +16,10 @@ from pathlib import Path
 
 import jax
 import pytest
+
+# JAX makes millions of small objects while it traces. With the default thresholds, (700, 10, 10), the search for
+# garbage takes 7% of the CPU time of these tests; with these, 1.5%.
+gc.set_threshold(20_000, 20, 20)
 
 # No module of ours may be imported here: core's conftest installs a hook for the import of some of them.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

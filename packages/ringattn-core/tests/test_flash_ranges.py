@@ -2,6 +2,7 @@
 """Two functions of fused attention that take each query's first and last key: windows, chunks, ranges and documents."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from ringattn_core import Backend, Feature, MaskInfo, from_flash, masks, ring_at
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract.from_flash import FEATURES, FEATURES_OF_RANGES
 from ringattn_core.errors import BackendLoadError, InputError, UnsupportedFeatureError
+from ringattn_core.placement.layout import LAYOUTS
 from ringattn_testing.flash import attended, delta_of, gradients
-from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of
+from ringattn_testing.rings import RINGS, close, drawn, graded, in_order_of, mesh_of
 from ringattn_testing.traced_calls import forget_traced_calls
 
 B, T, N, K = 2, 48, 4, 2
@@ -129,32 +131,36 @@ def wanted(mask: str, with_lse: bool = False) -> Any:
     return graded(lambda *x: first_of(ring_attention(*x, backend="xla", **MASKS[mask], **options)), *OPERANDS)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("mask", MASKS)
+# A layout has a part only in where the two ends of a reach and of a range lie; other masks take one layout each.
+IN_EVERY_LAYOUT = ("causal", "window", "two sides", "by row and head")
+CASES = [*itertools.product(IN_EVERY_LAYOUT, LAYOUTS)]
+CASES += zip([name for name in MASKS if name not in IN_EVERY_LAYOUT], itertools.cycle(LAYOUTS), strict=False)
+
+
+@pytest.mark.parametrize(("mask", "layout"), CASES)
 def test_every_mask_of_intervals_is_exact_in_every_layout(mask: str, layout: str) -> None:
     close(ring("ranges", 3, layout, MASKS[mask]), wanted(mask), 5e-5)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize(
-    ("ranks", "mask"), [(1, "ids, by head"), (2, "by row and head"), (4, "ids, window"), (8, "window")]
-)
-def test_rings_of_every_size_give_the_results_of_one_device(ranks: int, mask: str, layout: str) -> None:
-    kind = AxisType.Explicit if ranks in (2, 8) else AxisType.Auto
+@pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
+def test_rings_of_every_size_give_the_results_of_one_device(ranks: int, layout: str, kind: AxisType) -> None:
+    mask = {1: "ids, by head", 2: "by row and head", 3: "documents", 4: "ids, window", 8: "window"}[ranks]
     got = ring("with_lse", ranks, layout, MASKS[mask], kind, return_lse=True)
     close(got, wanted(mask, with_lse=True), 5e-5)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("mask", "options"),
     [
-        {"strategy": "all_gather"}, {"strategy": "all_gather", "layout": "striped"}, {"balance": "zigzag"},
-        {"strategy": "ulysses"}, {"strategy": "ulysses", "layout": "striped", "axes": {"a": 2, "b": 2}},
-        {"strategy": "ulysses", "layout": "zigzag", "axes": {"a": 4, "b": 2}}, {"max_distance": T},
+        ("documents", {"strategy": "all_gather"}), ("window", {"strategy": "all_gather", "layout": "striped"}),
+        ("documents", {"balance": "zigzag"}), ("window", {"balance": "zigzag"}),
+        ("documents", {"strategy": "ulysses"}),
+        ("documents", {"strategy": "ulysses", "layout": "striped", "axes": {"a": 2, "b": 2}}),
+        ("window", {"strategy": "ulysses", "layout": "zigzag", "axes": {"a": 4, "b": 2}}),
+        ("window", {"max_distance": T}),
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("mask", ["window", "documents"])
 def test_other_strategies_have_the_same_results(mask: str, options: dict[str, Any]) -> None:
     sizes, layout = options.get("axes", {"sp": 4}), options.get("layout", "contiguous")
     kept = {n: x for n, x in options.items() if n not in ("axes", "layout")}

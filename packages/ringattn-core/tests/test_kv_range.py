@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kv_range`: a query sees the keys between two positions of its own, on every ring, layout, strategy and mesh."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, decode_attention, prefill_attention, ring_attention
 from ringattn_core.errors import InputError
 from ringattn_core.masks import Causal, Document, Local, Predicate, Prefix
-from ringattn_testing.rings import close, drawn, graded, in_order_of, mesh_of, query_key_value
+from ringattn_testing.rings import RINGS, close, drawn, graded, in_order_of, masked, mesh_of, query_key_value
 
 B, T, N, K = 2, 48, 4, 2
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -38,24 +39,22 @@ RANGES = {
 
 
 def dense(kv_range: Any, keys: int = T) -> jax.Array:
-    """The range as a dense mask, `[b, n, T, S]`."""
+    """The range as a dense mask, `[B, N, T, S]`."""
     first, last = (np.broadcast_to(x, (T,)) if np.ndim(x) == 0 else np.asarray(x) for x in kv_range)
     first, last = (x[:, None] if x.ndim == 2 else x[None, None] if x.ndim == 1 else x for x in (first, last))
     columns = np.arange(keys)
-    return jnp.asarray((first[..., None] <= columns) & (columns <= last[..., None]))
+    return jnp.broadcast_to((first[..., None] <= columns) & (columns <= last[..., None]), (B, N, T, keys))
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_a_range_is_the_mask_of_its_keys(name: str) -> None:
     kv_range = RANGES[name]
     got = graded(lambda *x: ring_attention(*x, kv_range=kv_range, return_lse=True), *OPERANDS)
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=dense(kv_range), return_lse=True), *OPERANDS))
+    close(got, masked(dense(kv_range), *OPERANDS, return_lse=True))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str) -> None:
-    kind = AxisType.Explicit if ranks % 2 else AxisType.Auto
+@pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
+def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str, kind: AxisType) -> None:
     mesh, kv_range = mesh_of(kind, sp=ranks), [x[:, :, None] for x in drawn_range(B, T)]
     options: dict[str, Any] = {"causal": ranks != 3, "sliding_window": None if ranks < 4 else (30, None)}
 
@@ -66,9 +65,10 @@ def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout
     moved = in_order_of(layout, ranks, ring)
     got = graded(lambda *x: moved(*x, *map(jnp.asarray, kv_range)), *OPERANDS)
     mask = dense([x[..., 0] for x in kv_range])
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=mask, **options), *OPERANDS), atol=5e-5)
+    close(got, masked(mask, *OPERANDS, **options), atol=5e-5)
 
 
+OF_THE_RING = {"strategy", "layout", "balance", "max_distance"}
 OTHERS: dict[str, dict[str, Any]] = {
     "all-gather": {"strategy": "all_gather"},
     "ulysses": {"strategy": "ulysses"},
@@ -76,41 +76,39 @@ OTHERS: dict[str, dict[str, Any]] = {
     "balance": {"balance": "zigzag", "causal": True},
     "promise": {"max_distance": 60},
     "offset": {"causal": True, "query_offset": 3},
-    "segments": {"q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0))},
-    "sinks and soft cap": {"softmax_aux": jnp.ones(N), "logits_soft_cap": 4.0},
-    "dropout": {"dropout_prob": 0.2, "dropout_seed": 3},
+    "segments, sinks, soft cap and dropout": {
+        "q_segment_ids": jnp.asarray(np.repeat([[0, 1, 2, -1]], T // 4, 1).repeat(B, 0)), "softmax_aux": jnp.ones(N),
+        "logits_soft_cap": 4.0, "dropout_prob": 0.2, "dropout_seed": 3,
+    },
     "positions": {"q_positions": jnp.asarray(INDEX[::-1].copy()), "causal": True},
     "mask that is an interval": {"mask_builder": lambda *_: Local(9, 4)},
     "mask that is none": {"mask_builder": lambda *_: Predicate(lambda i, j: (i + j) % 3 > 0)},
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("name", ["by row", "by head"])
-def test_a_range_goes_with_every_other_option(name: str, options: dict[str, Any]) -> None:
-    if "q_positions" in options:
-        kv_range = RANGES[name]
-        mask = dense(kv_range)[..., ::-1]  # ranges compare positions
-    else:
-        kv_range, mask = RANGES[name], dense(kv_range := RANGES[name])
-    layout, mesh = options.get("layout", "contiguous"), mesh_of(sp=4)
-    placed = {"mesh": mesh, "axis_name": "sp"}
+@pytest.mark.parametrize(("option", "name"), [*zip(OTHERS, itertools.cycle(["by row", "by head"]))])
+def test_a_range_goes_with_every_other_option(option: str, name: str) -> None:
+    options, kv_range = OTHERS[option], RANGES[name]
+    mask = dense(kv_range)[..., :: -1 if "q_positions" in options else 1]  # ranges compare positions
+    # Masks and scores are of a block; what decides on sends and shards needs more than one hop.
+    layout, ranks = options.get("layout", "contiguous"), 4 if OF_THE_RING & options.keys() else 2
+    placed = {"mesh": mesh_of(sp=ranks), "axis_name": "sp"}
     first, last = (x[:, None] if x.ndim == 2 else x for x in map(jnp.asarray, kv_range))
     ends = [jnp.swapaxes(x, 1, 2) for x in (first, last)]
 
     def ring(q: Any, k: Any, v: Any, first: Any, last: Any) -> Any:
         return ring_attention(q, k, v, kv_range=(first.swapaxes(1, 2), last.swapaxes(1, 2)), **placed, **options)
 
-    moved = in_order_of(layout, 4, ring)
+    moved = in_order_of(layout, ranks, ring)
     got = graded(lambda *x: moved(*x, *ends), *OPERANDS)
-    alone = {n: x for n, x in options.items() if n not in ("strategy", "layout", "balance", "max_distance")}
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=mask, **alone), *OPERANDS), atol=5e-5)
+    alone = {n: x for n, x in options.items() if n not in OF_THE_RING}
+    close(got, masked(mask, *OPERANDS, **alone), atol=5e-5)
 
 
 def test_an_axis_of_heads_and_of_rows_splits_ranges_like_queries() -> None:
     mesh, kv_range = mesh_of(AxisType.Explicit, data=2, sp=2, tp=2), RANGES["by row and head"]
     got = graded(lambda *x: ring_attention(*x, kv_range=kv_range, mesh=mesh, axis_name="sp"), *OPERANDS)
-    close(got, graded(lambda *x: ring_attention(*x, attention_mask=dense(kv_range)), *OPERANDS), atol=5e-5)
+    close(got, masked(dense(kv_range), *OPERANDS), atol=5e-5)
 
 
 def test_ranges_may_be_traced_vmapped_and_local() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`select` returns the blocks of highest score, exactly, on every ring, layout and mesh."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from ringattn_core.errors import InputError, MeshError
 from ringattn_core.ring import plan
 from ringattn_sparse import select, tiles
 from ringattn_testing.choosing import chosen, sizes_in
-from ringattn_testing.rings import mesh_of
+from ringattn_testing.rings import RINGS, mesh_of
 
 B, T, HEADS, D = 2, 48, 4, 8
 
@@ -52,18 +51,16 @@ CASES: dict[int, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, "contiguous"), *itertools.product((2, 3, 4, 8), ("contiguous", "zigzag", "striped"))]
-)
+@pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
 def test_every_ring_and_layout_chooses_the_best_blocks_and_of_equal_scores_the_smaller_ids(
-    ranks: int, layout: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, layout: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "UNROLLED", 2)  # larger rings are a scan, which compiles faster
     options = CASES[ranks] | ({"size": 1} if layout == "striped" else {})
     dtype = jnp.bfloat16 if ranks < 4 else jnp.float32
     arrays = drawn(ranks, of_groups=options["groups"] * (ranks % 2), dtype=dtype, ties=ranks < 8)
     placed = {name: to_layout(x, layout, ranks) for name, x in options.items() if name.endswith("ids")}
-    mesh = mesh_of(AxisType.Explicit if ranks in (3, 4) else AxisType.Auto, sp=ranks)
+    mesh = mesh_of(kind, sp=ranks)
     ring = {"mesh": mesh, "axis_name": "sp", "layout": layout}
     ids = jax.jit(lambda *x: select(*x, **options | placed | ring))(*(to_layout(x, layout, ranks) for x in arrays))
     same(from_layout(ids, layout, ranks), chosen(*arrays, **options))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`teach` is the divergence of the two distributions, with its exact gradients, on every ring, layout and mesh."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from ringattn_core.errors import InputError, MeshError
 from ringattn_core.ring import plan
 from ringattn_sparse import select, teach, tiles
 from ringattn_testing.choosing import log_sum_exp, seen_pairs, sizes_in, taught
-from ringattn_testing.rings import mesh_of
+from ringattn_testing.rings import RINGS, mesh_of
 
 B, T, HEADS, D, N, K, H = 2, 48, 4, 8, 4, 2, 8
 NAMES = ("index_query", "index_key", "weights")
@@ -88,11 +87,9 @@ CASES: dict[int, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, "contiguous"), *itertools.product((2, 3, 4, 8), ("contiguous", "zigzag", "striped"))]
-)
+@pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
 def test_every_ring_and_layout_has_the_loss_and_the_gradients_of_the_oracle(
-    ranks: int, layout: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, layout: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "UNROLLED", 2)  # larger rings are a scan, which compiles faster
     options = dict(CASES[ranks])
@@ -103,7 +100,7 @@ def test_every_ring_and_layout_has_the_loss_and_the_gradients_of_the_oracle(
     by_rows = {name: options.pop(name) for name in ("q_segment_ids", "selected") if name in options}
     moved = {name: to_layout(x, layout, ranks) for name, x in (arrays | by_rows).items() if name != "lse"}
     moved["lse"] = jnp.moveaxis(to_layout(jnp.moveaxis(arrays["lse"], 2, 1), layout, ranks), 1, 2)
-    mesh = mesh_of(AxisType.Explicit if ranks in (3, 4) else AxisType.Auto, sp=ranks)
+    mesh = mesh_of(kind, sp=ranks)
     value, gradients = graded(lambda **x: teach(**x, **options, mesh=mesh, axis_name="sp", layout=layout), moved)
     close((value, [from_layout(x, layout, ranks) for x in gradients]), wanted)
 

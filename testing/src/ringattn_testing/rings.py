@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, random operands, comparisons and the sends of compiled programs, which many tests need."""
 
+import functools
 import re
 from typing import Any
 
@@ -9,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from ringattn_core import from_layout, to_layout
+from ringattn_core import from_layout, ring_attention, to_layout
+
+RINGS = [
+    (1, "contiguous", AxisType.Auto),
+    (2, "striped", AxisType.Auto),
+    (3, "zigzag", AxisType.Explicit),
+    (4, "contiguous", AxisType.Explicit),
+    (4, "striped", AxisType.Explicit),
+    (8, "zigzag", AxisType.Auto),
+]
+"""Every number of ranks and every layout, each layout on a mesh of either kind: a program each takes seconds."""
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
@@ -45,6 +56,23 @@ def differentiated(attend: Any) -> Any:
 def graded(attend: Any, *operands: Any) -> Any:
     """The results of `attend` and those gradients, by one compiled program."""
     return jax.jit(differentiated(attend))(*operands)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "causal",
+        "sliding_window",
+        "logits_soft_cap",
+        "dropout_prob",
+        "mask_builder",
+        "return_lse",
+        "return_max_logits",
+    ),
+)
+def masked(mask: Any, *operands: Any, **options: Any) -> Any:
+    """Attention under a dense mask on one device, and its gradients: one program for all masks of a shape."""
+    return differentiated(lambda *x: ring_attention(*x, attention_mask=mask, **options))(*operands)
 
 
 def in_order_of(layout: str, ranks: int, attend: Any) -> Any:

@@ -38,8 +38,9 @@ FAULTS: Final = ("none", "a copy is read before it is there", "two heads write o
 
 
 def simulated(kind: str, *names: str) -> dict[str, Any]:
-    """What `_case` or `_fault` says of each, in a process whose kernels are simulated."""
-    variables = {"JAX_PLATFORMS": "cpu", "RINGATTN_TPU_INTERPRET": "simulate", "NPROC": "16", "XLA_FLAGS": ""}
+    """What `_case` or `_fault` says of each, in a process of one device whose kernels are simulated."""
+    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+    variables = {"JAX_PLATFORMS": "cpu", "RINGATTN_TPU_INTERPRET": "simulate", "NPROC": "16", "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-m", __name__, kind, *names],
         env={**os.environ, **variables},
