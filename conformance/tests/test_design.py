@@ -26,7 +26,7 @@ def design(tier: str) -> tuple[Point, ...]:
     """The calls of the design in a tier, small ones first."""
     every = drawn(ENTRIES["design"], frozenset(Feature))
     held = [point for point in every if tiers.contains(tier, point.tier)]
-    return tuple(sorted(held, key=lambda point: size((point.case, point.placement)) * point.case.kv_length))
+    return tuple(sorted(held, key=lambda point: size((point.case, point.placement))))
 
 
 @functools.cache
