@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model of text whose indexer learns to choose blocks of keys, on a ring of 8 CPU devices.
+"""Trains a small model of text whose indexer learns to choose blocks of keys, on a ring of CPU devices.
 
     python train_selected.py --out build/selected        # minutes on two cores
 
@@ -33,7 +33,7 @@ from text_model import norm, rotate
 LAYERS, WIDTH, HEADS, GROUPS, SIZE, HIDDEN = 2, 64, 4, 2, 16, 192
 INDEX_HEADS, INDEX = 4, 16
 COUNT, BLOCK = 8, 8
-ROWS, RATE, LAYOUT, DEVICES = 2, 3e-3, "zigzag", 8
+ROWS, RATE, LAYOUT = 2, 3e-3, "zigzag"
 SMOOTH = 10
 KINDS = ("dense", "chosen blocks")
 SHAPES = {
@@ -101,7 +101,7 @@ class Trainer:
     def batch(self, rows: list[text_corpus.Row]) -> dict[str, jax.Array]:
         place = NamedSharding(self.mesh, P(None, "sp"))
         stacked = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "labels", "positions")}
-        return {name: jax.device_put(to_layout(x, LAYOUT, DEVICES), place) for name, x in stacked.items()}
+        return {name: jax.device_put(to_layout(x, LAYOUT, self.mesh.size), place) for name, x in stacked.items()}
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def advance(self, kind: str, weights: Weights, state: Any, batch: dict[str, jax.Array]) -> Any:
@@ -136,7 +136,7 @@ class Trainer:
         found = [self.evaluate(kind, weights, self.batch(rows[n : n + ROWS])) for n in range(0, count, ROWS)]
         ids = found[0][2]
         if ids is not None:
-            ids = np.concatenate(from_layout(ids[:, 0], LAYOUT, DEVICES), 1)
+            ids = np.concatenate(from_layout(ids[:, 0], LAYOUT, self.mesh.size), 1)
         return float(np.mean([loss for loss, _, _ in found])), ids
 
 
@@ -161,6 +161,7 @@ def draw(run: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8, help="the ranks of the ring")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--before", type=int, default=80, help="steps of dense attention, before the choice")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run after it")
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/selected"))
     a = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_num_cpu_devices", a.devices)
     trainer = Trainer(a.length)
     weights = initial()
     weights, state, before = trainer.train("dense", weights, trainer.optimizer.init(weights), range(a.before))

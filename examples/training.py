@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 from ringattn_core import to_layout
 
 STRIDES = 4
-VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 32, 128, 32, 4, 2
+VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 32, 64, 32, 4, 2
 BATCH, STEPS, RATE = 8, 40, 1e-2
 DATA, RING, LAYOUT = 2, 4, "zigzag"
 TOLERANCE = 1e-4

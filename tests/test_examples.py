@@ -64,8 +64,8 @@ def test_decoding_gives_what_one_pass_over_the_sequence_gives():
 
 
 def test_a_model_learns_with_chosen_blocks_and_writes_what_its_indexer_chooses(tmp_path: Path):
-    short = ("--length", "128", "--before", "12", "--steps", "4", "--held-out", "2", "--out", str(tmp_path))
-    result = run("train_selected.py", *short)
+    small = ("--devices", "4", "--length", "128", "--before", "12", "--steps", "4", "--held-out", "2")
+    result = run("train_selected.py", *small, "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
     losses = json.loads((tmp_path / "run.json").read_text())["losses"]
     assert abs(losses["chosen blocks"][0][0] - losses["dense"][0][0]) < 0.1

@@ -68,7 +68,9 @@ def test_a_backend_gets_mixtures_of_what_it_declares_under_the_same_names(featur
 
 
 def test_a_declared_feature_that_no_passed_call_has_is_told():
-    features = {Feature.FLOAT32, Feature.FLOAT16, Feature.CAUSAL, Feature.SINKS, Feature.PRECISION, Feature.GRADIENTS}
+    features = frozenset(
+        (Feature.FLOAT32, Feature.FLOAT16, Feature.CAUSAL, Feature.SINKS, Feature.PRECISION, Feature.GRADIENTS)
+    )
     core = [point for point in calls(features, 7) if point.tier == tiers.CORE]
     every, without_sinks = {x.name for x in core}, {x.name for x in core if not x.case.sinks}
     found = {}

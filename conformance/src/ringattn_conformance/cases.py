@@ -154,6 +154,8 @@ class Case:
 
     def within(self, features: Collection[Feature]) -> "Case":
         """The case with options that need features outside `features` at their defaults. The dtype always stays."""
+        if self.needs <= set(features):
+            return self
         kept = ("name", "dtype", "seed", "batch", "q_length", "heads", "head_dim")
         plain = {field.name: field.default for field in dataclasses.fields(self) if field.name not in kept}
         plain |= {"kv_length": self.q_length, "kv_heads": self.heads, "value_dim": self.head_dim}

@@ -2,6 +2,7 @@
 """Names the suite's tests, records which of them a run has, and reads which may fail."""
 
 import dataclasses
+import functools
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,6 +37,11 @@ def name_of(item: pytest.Item) -> Name | None:
     return Name(backend, f"{test}[{parameters}]" if parameters else test, parameters)
 
 
+@functools.cache
+def _resolved(folder: Path) -> Path:
+    return folder.resolve()
+
+
 def modules() -> list[str]:
     return sorted(path.stem for path in SUITE.glob("test_*.py"))
 
@@ -56,7 +62,7 @@ class Collection:
         if not isinstance(node, pytest.Item) or (name := name_of(node)) is None:
             return True
         held = tiers.contains(tier, tiers.tier_of(node, name.parameters))
-        if node.path.parent.resolve() == SUITE.resolve():
+        if _resolved(node.path.parent) == _resolved(SUITE):
             self.known.add(name.test)
             if held:
                 self.wanted[node.nodeid] = (name.backend, name.test)

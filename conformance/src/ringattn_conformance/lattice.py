@@ -2,6 +2,7 @@
 """The calls that judge a backend: each is a case with a ring, a layout and the tier that it belongs to."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
@@ -30,10 +31,14 @@ class Point:
         return self.name
 
 
-def calls(features: Collection[Feature], seed: int) -> list[Point]:
-    """Every call that judges a backend with these features, including the calls drawn with `seed`."""
+@functools.cache
+def calls(features: frozenset[Feature], seed: int) -> tuple[Point, ...]:
+    """Every call that judges a backend with these features, including the calls drawn with `seed`.
+
+    Backends with equal features share the calls, and so the answers of the oracle.
+    """
     values = (*ENTRIES["values"], *domains.today(seed))
-    return [*points(), *drawn(ENTRIES["design"], features), *drawn(values, features)]
+    return (*points(), *drawn(ENTRIES["design"], features), *drawn(values, features))
 
 
 def points() -> list[Point]:

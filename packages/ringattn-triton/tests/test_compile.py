@@ -74,6 +74,13 @@ def traced(block):
     return jax.jit(both).trace(block, partial, dout, lse, lse, dq)
 
 
+def gradients(block):
+    """The backward program of a final block with values of the size of keys, traced anew."""
+    batch, length, heads, _ = block.q.shape
+    of_rows = shape(batch, heads, length, dtype=jnp.float32)
+    return jax.jit(lambda *given: KERNEL.backward(*given, None)).trace(block, block.q, of_rows, of_rows)
+
+
 def from_sinks(block):
     """The forward program of a block that begins from sinks, traced anew."""
     batch, length, heads, _ = block.q.shape
@@ -254,7 +261,7 @@ def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatc
     assert report.spilled <= 1536, report
 
 
-@pytest.mark.parametrize("target", (80, 90, *ROCM))
+@pytest.mark.parametrize("target", in_tests(lambda target: target != 90, [(target,) for target in (80, 90, *ROCM)]))
 def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch):
     found = reports(everything(jnp.bfloat16, 40), target, monkeypatch)
     assert len(found) > len(KERNELS)
@@ -272,7 +279,8 @@ def test_two_programs_for_the_gradients_of_documents_fit_on_hopper_and_keep_prod
     if not as_ranges:
         of_tokens = dict.fromkeys(("q_segments", "kv_segments"), ids(1, LENGTH))
     documents = block(jnp.bfloat16, 128, kv_heads=kv_heads, causal=True, **of_tokens)
-    held = [report for report in reports(alone(documents), 90, monkeypatch) if report.name in BACKWARD]
+    found = reports(alone(documents), 90, monkeypatch, gradients)
+    held = [report for report in found if report.name in BACKWARD]
     assert len(held) == 2
     for report in held:
         assert report.warps == 4 and report.matrix == "wgmma" and not report.serialized, report

@@ -45,9 +45,13 @@ def agree(block: Block, where: Target, partial: Partial | None = None) -> None:
     rows = prepared(block)
     dq = jnp.ones(block.q.shape, jnp.float32)
     xla = ringattn_xla.block.KERNEL
-    got = _forward.__wrapped__(block, partial, where), _backward.__wrapped__(block, *rows, dq, where)
-    want = xla.forward(block, partial), xla.backward(block, *rows, dq)
-    for a, b in zip(got, want, strict=True):
+
+    @jax.jit
+    def got_and_want(block: Block, partial: Partial | None, *given: jax.Array) -> Any:
+        got = _forward.__wrapped__(block, partial, where), _backward.__wrapped__(block, *given, where)
+        return got, (xla.forward(block, partial), xla.backward(block, *given))
+
+    for a, b in zip(*got_and_want(block, partial, *rows, dq), strict=True):
         for field in dataclasses.fields(b):
             found, right = getattr(a, field.name), getattr(b, field.name)
             assert (found is None) == (right is None)

@@ -15,7 +15,7 @@ from ringattn_testing.exhaustive import in_tests
 from ringattn_testing.triton.compile_reports import launches
 from ringattn_testing.triton.given_blocks import after_bias_sums, bias, forbidding, make_block, with_option
 from ringattn_testing.triton.given_blocks import half_bias as half
-from ringattn_testing.triton.one_pass import HALF, computed, launched, prepared, within_budget
+from ringattn_testing.triton.one_pass import HALF, computed, gradients, launched, prepared, within_budget
 from ringattn_triton import block_kernel
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import Target
@@ -83,11 +83,11 @@ def test_whole_tiles_are_right_without_a_mask() -> None:
 def test_strips_change_no_bit_of_any_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     block = with_bias("causal", 1, 1)
     rows = prepared(block)
-    whole = one_pass.backward(block, *rows, None)
+    whole = gradients(block, *rows)
     monkeypatch.setattr(one_pass.plans, "PROGRAMS", 8)
     monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 2)
     assert one_pass._strips(block, _constants(block)["T"]).rows == 2  # so the last one has fewer
-    equal(one_pass.backward(block, *rows, None), whole)
+    equal(gradients(block, *rows), whole)
 
 
 def _constants(block: Block) -> dict[str, Any]:
@@ -109,10 +109,10 @@ def test_dq_continues_what_other_keys_gave(ordered: bool, short_strips: None) ->
     block = with_bias("causal", 1, 4, fused_backward=not ordered)
     assert _constants(block)["PLAN"].ordered == ordered
     rows = prepared(block)
-    whole = one_pass.backward(block, *rows, None)
+    whole = gradients(block, *rows)
     dq, parts = None, []
     for start, size in ((128, 136), (0, 128)):
-        got = one_pass.backward(block.tile(0, 200, start, size), *rows, dq)
+        got = gradients(block.tile(0, 200, start, size), *rows, dq=dq)
         dq, parts = got.dq, [got.dbias, *parts]
     np.testing.assert_allclose(dq, whole.dq, atol=1e-5)
     np.testing.assert_array_equal(jnp.concatenate(parts, -1), whole.dbias)
@@ -192,7 +192,8 @@ def test_other_biases_take_two_passes(case: str, fields: dict[str, Any]) -> None
 
 
 COMPILED: list[tuple[str, dict[str, Any]]] = [
-    *((option, {}) for option in ("plain", "causal segments", "ranges of heads in segments", "dense mask")),
+    *((option, {}) for option in ("plain", "ranges of heads in segments", "dense mask")),
+    ("causal segments", {"dim": 128}),
     ("causal segments", {"fused_backward": True}),
     ("plain", {"final": False}),
     ("plain", {"dim": 72, "final": False}),
@@ -204,7 +205,8 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("option", "fields"),
-    # Every mask with heads of 128, a hop of a ring with other heads, and a bias without a gradient.
+    # Heads of 128 with masks (ranges in segments stand for causal segments), a hop of a ring with other heads, and a
+    # bias without a gradient.
     in_tests(lambda _, fields: len(fields) != 1, COMPILED),
 )
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(option: str, fields: dict[str, Any]) -> None:

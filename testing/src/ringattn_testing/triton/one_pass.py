@@ -17,22 +17,42 @@ from ringattn_testing.triton.compile_reports import Report, launches, of_lowered
 from ringattn_testing.triton.given_blocks import TOLERANCE
 
 HALF = jnp.bfloat16
+Rows = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def prepared(block: Block, dout_seed: int = 1) -> tuple[jax.Array, jax.Array, jax.Array]:
+def prepared(block: Block) -> Rows:
     """`dout`, the final `lse`, and `delta` of a block that is the whole of attention."""
+    return _rows(block, _dout(block))
+
+
+def _dout(block: Block) -> jax.Array:
+    shape = *block.q.shape[:3], block.value_dim
+    return jnp.asarray(np.random.default_rng(1).normal(size=shape), block.q.dtype)
+
+
+@jax.jit
+def _rows(block: Block, dout: jax.Array) -> Rows:
     done = ringattn_xla.block.KERNEL.forward(block, None)
-    dout = jnp.asarray(np.random.default_rng(dout_seed).normal(size=done.out.shape), block.q.dtype)
     return dout, done.lse, jnp.swapaxes((dout.astype(jnp.float32) * done.out).sum(-1), 1, 2)
 
 
-def computed(block: Block, ordered: bool = True, dq: jax.Array | None = None) -> Gradients:
+@jax.jit
+def _by_xla(block: Block, dout: jax.Array) -> tuple[Rows, Gradients]:
+    rows = _rows(block, dout)
+    return rows, ringattn_xla.block.KERNEL.backward(block, *rows, None)
+
+
+def gradients(block: Block, *rows: jax.Array, dq: jax.Array | None = None) -> Gradients:
+    """What the kernel computes; traced anew at each call, because tests change what it is traced from."""
+    return jax.jit(lambda *x: one_pass.backward(*x))(block, *rows, dq)
+
+
+def computed(block: Block, ordered: bool = True) -> Gradients:
     """What the kernel computes, if the XLA backend agrees."""
     rule = dataclasses.replace(block.rule, fused_backward=not ordered)
     block = dataclasses.replace(block, rule=rule)
-    rows = prepared(block)
-    got = one_pass.backward(block, *rows, dq)
-    want = ringattn_xla.block.KERNEL.backward(block, *rows, dq)
+    rows, want = _by_xla(block, _dout(block))
+    got = gradients(block, *rows)
     names = [x.name for x in dataclasses.fields(want) if getattr(want, x.name) is not None]
     for name in names:
         found, right = (np.asarray(getattr(x, name), np.float64) for x in (got, want))
