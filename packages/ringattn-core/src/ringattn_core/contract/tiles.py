@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from ..masks import all_of
-from .bits import WORD, Bits, by_head, packed, regrained
+from .bits import WORD, Bits, by_head, regrained
 from .protocol import Block
 
 Ends = tuple[Any, Any]
@@ -129,13 +129,11 @@ def _of_bits(block: Block, words: jax.Array, q_tile: int, kv_tile: int) -> tuple
 
 
 def _of_keys(words: jax.Array, block: Block, kv_tile: int, combine: Any, neutral: int) -> jax.Array:
-    """Combines the bits of each key tile to a word, `[b m nq nk]`. Bits past the last key become those of `neutral`."""
+    """Combines the bits of each key tile to a word, `[b m nq nk]`. Bits past the last key do not count."""
     grain = math.gcd(block.grain, kv_tile)
     if grain < block.grain:  # a bit is for keys of several tiles
         words = regrained(Bits(words, None, block.grain), 0, block.kv_length, grain)
     keys, kv_tile = block.kv_length // grain, kv_tile // grain  # counted in bits
-    counted = packed(jnp.arange(words.shape[3] * WORD).reshape(1, 1, 1, -1) < keys)
-    words = words | ~counted if neutral else words & counted
     if (size := math.gcd(kv_tile, WORD)) < WORD:  # cut words into parts that belong to one tile each
         starts = jnp.arange(0, WORD, size, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1)
         ones = jnp.uint32(2**size - 1)
