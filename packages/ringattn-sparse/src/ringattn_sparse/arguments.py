@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
-from ringattn_core.integers import as_int32, whole
 
 Names = str | tuple[str, ...] | list[str] | None
 FLOATS: Final = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+
+def whole(argument: str, x: Any, least: int) -> int:
+    """`x` as a Python integer; raises unless it is one of at least `least`."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or int(x) < least:
+        raise InputError(argument, f"got {x!r}", f"It needs an integer of at least {least}, known outside jax.jit")
+    return int(x)
 
 
 def flag(argument: str, x: Any) -> bool:
@@ -44,6 +50,16 @@ def floats(argument: str, x: Any, *shapes: str, like: jax.Array | None = None) -
     if like is not None and x.dtype != like.dtype:
         raise InputError(argument, f"has dtype {x.dtype}, and its queries {like.dtype}", "Cast both to one dtype")
     return x
+
+
+def integers(argument: str, x: Any, remedy: str) -> jax.Array:
+    """`x` as an array of int32; raises for other numbers, and for integers beyond int32."""
+    given = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise InputError(argument, f"has dtype {given.dtype}", remedy)
+    if isinstance(given, np.ndarray) and given.size and (given.min() < -(2**31) or given.max() >= 2**31):
+        raise InputError(argument, f"has values from {given.min()} to {given.max()}", "Pass values that fit int32")
+    return jnp.asarray(given).astype(jnp.int32)
 
 
 def sized(argument: str, x: jax.Array, *wanted: tuple[int, ...]) -> None:
@@ -88,7 +104,7 @@ def segments(q_ids: Any, kv_ids: Any, queries: jax.Array, keys: jax.Array) -> tu
     found = {}
     for name, ids, x in (("q_segment_ids", q_ids, queries), ("kv_segment_ids", kv_ids, keys)):
         if ids is not None:
-            found[name] = as_int32(name, ids)
+            found[name] = integers(name, ids, "It needs integers")
             sized(name, found[name], x.shape[:2])
     given = [*found.values()]
     return given[0], given[-1]

@@ -11,10 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Float32, Int, Int32
 from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
-from ringattn_core.integers import whole
 
 from . import kernels, tiles
-from .arguments import Blocks, Names, flag, function, index_arrays
+from .arguments import Blocks, Names, flag, function, index_arrays, whole
 from .scores import (
     FLOAT32,
     NO_INDEX,

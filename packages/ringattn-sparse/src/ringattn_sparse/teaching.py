@@ -27,10 +27,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from ringattn_core import ring_loop
 from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
-from ringattn_core.integers import as_int32
 
 from . import tiles
-from .arguments import Blocks, Names, flag, floats, function, index_arrays, ranks_here, refuse_undivided
+from .arguments import Blocks, Names, flag, floats, function, index_arrays, integers, ranks_here, refuse_undivided
 from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
@@ -388,7 +387,7 @@ def _attention_arrays(query: Any, key: Any, lse: Any, groups: int, index_query: 
 
 def _ids(selected: Any, groups: int, query: jax.Array, blocks: Blocks) -> jax.Array:
     """The ids of chosen blocks as int32; raises for ids of no block, as far as their values are known here."""
-    ids = as_int32("selected", selected)
+    ids = integers("selected", selected, "Pass the integers that select returns")
     if ids.ndim != 4 or ids.shape[:2] != query.shape[:2] or ids.shape[2] not in (1, groups):
         wanted = f"({query.shape[0]}, {query.shape[1]}, {'1' if groups == 1 else f'1 or {groups}'}, n)"
         raise InputError("selected", f"has shape {ids.shape}", f"Pass {wanted}")
