@@ -46,10 +46,10 @@ def measured(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, floa
         attend = ours(causal=True, backend=arguments.backend)
         candidates = {DENSE: compiled(attend, *attention)}
         for groups in arguments.groups:
-            choose = functools.partial(select, groups=groups, **choice(arguments))
+            choose = functools.partial(select, groups=groups, **select_options(arguments))
             candidates[f"select, {groups} groups"] = compiled(choose, *indexer)
         if tokens == min(arguments.tokens) and not arguments.no_teach:
-            candidates |= lessons(arguments, indexer, attention)
+            candidates |= teach_calls(arguments, indexer, attention, chosen(arguments, indexer))
         seconds = medians(candidates, arguments.rounds, ON_A_DEVICE)
         raw |= {f"ms, {name} at {tokens}": 1e3 * x for name, x in seconds.items()}
         dense = seconds.pop(DENSE)
@@ -62,20 +62,27 @@ def measured(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, floa
     return claims, raw
 
 
-def choice(arguments: argparse.Namespace) -> dict[str, Any]:
+def select_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"count": arguments.count, "size": arguments.size, "causal": True, "forced": (0, 1)}
 
 
-def lessons(arguments: argparse.Namespace, indexer: Any, attention: Any) -> dict[str, Callable[[], Any]]:
-    """`teach` with its gradients, over all keys and over the chosen ones."""
+def chosen(arguments: argparse.Namespace, indexer: Any) -> jax.Array:
+    """The ids of the blocks that each query and key head chooses."""
+    return jax.jit(functools.partial(select, groups=arguments.kv_heads, **select_options(arguments)))(*indexer)
+
+
+def teach_calls(
+    arguments: argparse.Namespace, indexer: Any, attention: Any, ids: jax.Array
+) -> dict[str, Callable[[], Any]]:
+    """`teach` with its gradients, over all keys and over the blocks `ids`."""
     query, key, _ = attention
     _, lse = jax.jit(ours(causal=True, return_lse=True, backend=arguments.backend))(*attention)
     groups = arguments.kv_heads
-    ids = jax.jit(functools.partial(select, groups=groups, **choice(arguments)))(*indexer)
 
     def loss(indexer: Any, query: Any, key: Any, lse: Any, ids: Any) -> jax.Array:
-        chosen = {} if ids is None else {"selected": ids, "selected_size": arguments.size}
-        return teach(*indexer, query, key, lse, groups=groups, causal=True, **chosen)
+        index_query, index_key, weights = indexer
+        of_blocks = {} if ids is None else {"selected": ids, "selected_size": arguments.size}
+        return teach(index_query, index_key, weights, query, key, lse, groups=groups, causal=True, **of_blocks)
 
     step = jax.value_and_grad(loss)
     return {
@@ -98,18 +105,18 @@ class Checked:
     options: tuple[tuple[str, Any], ...] = (("causal", True), ("forced", (0, 1)))
     weights: bool = True
 
-    def arrays(self, whole: bool) -> list[Any]:
+    def arrays(self, integers: bool) -> list[Any]:
         """Small integers, whose sums are exact and often equal, with keys that are not finite; or normal numbers."""
         query, key, weights = index_arrays(self.tokens, self.heads, self.head_size, self.dtype, self.tokens)
-        if whole:
+        if integers:
             query, key, weights = (jnp.round(x) for x in (query, key, weights))
             key = key.at[:, 300, 0].set(jnp.nan).at[:, 5, 1].set(jnp.inf)
         return [query, key, weights if self.weights else None]
 
-    def different(self, whole: bool) -> float:
+    def share_that_differs(self, integers: bool) -> float:
         """The share of the ids that differ."""
         choose = functools.partial(select, count=self.count, size=self.size, groups=self.groups, **dict(self.options))
-        arrays = self.arrays(whole)
+        arrays = self.arrays(integers)
         wide = [x if x is None else x.astype(jnp.float32) for x in arrays]
         got, right = (np.asarray(jax.jit(choose)(*x)) for x in (arrays, wide))
         return float((got != right).mean())
@@ -148,7 +155,7 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float
     claims = []
     for name, call in CHECKED.items():
         if arguments.only in name:
-            shares = {"integers": call.different(True), "normal numbers": call.different(False)}
+            shares = {"integers": call.share_that_differs(True), "normal numbers": call.share_that_differs(False)}
             print(json.dumps({name: shares}), flush=True)
             claims.append(Claim(f"{name}: ids of integers that differ", shares["integers"], "<=", 0))
             claims.append(Claim(f"{name}: ids of normal numbers that differ", shares["normal numbers"], "<=", 1e-3))
@@ -156,14 +163,17 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float
 
 
 def losses(arguments: argparse.Namespace) -> list[Claim]:
-    """The loss of `teach` for bfloat16, compared with that of the same numbers in float32."""
-    tokens, found = 2048, []
+    """The loss of `teach` for bfloat16, compared with that of the same numbers in float32, over the same blocks."""
+    tokens, by_dtype = 2048, []
     attention = Shape(1, tokens, arguments.heads, arguments.kv_heads, arguments.head_size).arrays()[:3]
     indexer = index_arrays(tokens, arguments.index_heads, arguments.head_size, jnp.bfloat16)
+    ids = chosen(arguments, indexer)
     for dtype in (jnp.bfloat16, jnp.float32):
-        given = jax.tree.map(lambda x: x.astype(dtype), (indexer, attention))  # noqa: B023
-        found.append({name: float(call()[0]) for name, call in lessons(arguments, *given).items()})
-    errors = {name: abs(found[0][name] / right - 1) for name, right in found[1].items()}
+        cast = jax.tree.map(lambda x: x.astype(dtype), (indexer, attention))  # noqa: B023
+        by_dtype.append(
+            {name: float(call()[0]) for name, call in teach_calls(arguments, cast[0], cast[1], ids).items()}
+        )
+    errors = {name: abs(by_dtype[0][name] / right - 1) for name, right in by_dtype[1].items()}
     return [Claim(f"{name}: relative error of the loss", error, "<=", 1e-2) for name, error in errors.items()]
 
 

@@ -8,7 +8,7 @@
 The text is Python's standard library, or `--data` names a folder or file. Documents are packed, and do not see each
 other unless `--joined`. The folder `--out` gets `run.json`, the curves as `curves.png`, and `sample.txt`.
 `--checkpoints` saves, and resumes from what it finds: a run that was stopped then has the same losses bit for bit; on
-GPUs with XLA_FLAGS=--xla_gpu_deterministic_ops=true, without which no two runs have the same bits there.
+GPUs with XLA_FLAGS=--xla_gpu_deterministic_ops=true, since without it their runs differ in the last bits.
 `--check` trains again on one device, and exits with status 1 if a loss differs.
 """
 

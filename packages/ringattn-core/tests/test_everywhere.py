@@ -87,7 +87,7 @@ def in_place(name: str, place: str) -> tuple[Any, Callable[..., Any], tuple[P, .
 
 
 def dtypes_in(name: str, place: str) -> tuple[str, str]:
-    """Two dtypes: every function meets each of its dtypes on automatic and on explicit axes."""
+    """Two dtypes: those of every other place."""
     even = [*PLACES].index(place) % 2 == 0
     if name in ATTENTION:
         return "bfloat16" if even else "float16", "float32"

@@ -131,14 +131,14 @@ def wanted(mask: str, with_lse: bool = False) -> Any:
     return graded(lambda *x: first_of(ring_attention(*x, backend="xla", **MASKS[mask], **options)), *OPERANDS)
 
 
-# A layout has a part only in where the two ends of a reach and of a range lie; other masks take one layout each.
+# The layout decides only where the ends of windows and ranges lie, so the other masks take one layout each.
 IN_EVERY_LAYOUT = ("causal", "window", "two sides", "by row and head")
 CASES = [*itertools.product(IN_EVERY_LAYOUT, LAYOUTS)]
 CASES += zip([name for name in MASKS if name not in IN_EVERY_LAYOUT], itertools.cycle(LAYOUTS), strict=False)
 
 
 @pytest.mark.parametrize(("mask", "layout"), CASES)
-def test_every_mask_of_intervals_is_exact_in_every_layout(mask: str, layout: str) -> None:
+def test_every_mask_of_intervals_is_exact(mask: str, layout: str) -> None:
     close(ring("ranges", 3, layout, MASKS[mask]), wanted(mask), 5e-5)
 
 

@@ -90,7 +90,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_a_range_goes_with_every_other_option(option: str, name: str) -> None:
     options, kv_range = OTHERS[option], RANGES[name]
     mask = dense(kv_range)[..., :: -1 if "q_positions" in options else 1]  # ranges compare positions
-    # Masks and scores are of a block; what decides on sends and shards needs more than one hop.
+    # Options that decide on sends need four ranks, others two.
     layout, ranks = options.get("layout", "contiguous"), 4 if OF_THE_RING & options.keys() else 2
     placed = {"mesh": mesh_of(sp=ranks), "axis_name": "sp"}
     first, last = (x[:, None] if x.ndim == 2 else x for x in map(jnp.asarray, kv_range))

@@ -85,7 +85,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("name", "groups"), [*zip(OTHERS, (K, N, K, 1, N) * 4, strict=False)])
 def test_chosen_keys_stay_with_their_queries_beside_every_option(name: str, groups: int) -> None:
     options, ids = OTHERS[name], jnp.asarray(drawn_ids(groups, 6, 3))
-    # Masks and scores are of a block; what decides on sends and shards needs more than one hop.
+    # Options that decide on sends need four ranks, others two.
     layout, ranks = options.get("layout", "contiguous"), 4 if {*OF_THE_RING, "sliding_window"} & options.keys() else 2
     alone = {n: x for n, x in options.items() if n not in OF_THE_RING}
     options = {"mesh": mesh_of(sp=ranks), "axis_name": "sp", **options}

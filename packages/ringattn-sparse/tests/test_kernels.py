@@ -68,6 +68,7 @@ def test_every_ring_and_layout_chooses_the_best_blocks_and_of_equal_scores_the_s
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one block and one query": ({"tokens": 1, "keys": 128, "heads": 2}, {"count": 1, "size": 128}),
     "blocks of a tile": ({"tokens": 300, "keys": 300, "heads": 2}, {"count": 2, "size": 128, "causal": True}),
     "blocks of half a tile": ({"tokens": 130, "keys": 520, "heads": 2}, {"count": 7, "size": 64, "forced": (2, 1)}),
     "single keys": ({"tokens": 70}, {"count": 20, "size": 1, "groups": 4}),

@@ -97,7 +97,7 @@ def test_an_alias_is_one_buffer_of_the_compiled_program(x):
 
 
 @pytest.mark.parametrize("alias", [True, False])
-def test_what_a_loop_stacks_does_not_take_an_alias_away(x, alias):
+def test_an_aliased_output_in_a_loop_is_behind_a_barrier(x, alias):
     """Without the barrier XLA for GPUs writes the result into the stack: benchmarks/upstream/alias_in_loop.py."""
     aliases = {"aliases": {1: 0}} if alias else {}
 

@@ -312,10 +312,12 @@ def as_of(small: Block, tokens: int) -> tuple[Block, kernel_inputs.BlockConstant
         ("plain", 192, 4096, 4),
         ("plain", 192, 16384, 1),
         ("causal", 192, 8192, 4),
+        ("causal", 192, 32768, 2),
+        ("causal", 256, 65536, 2),
         ("plain", 128, 8192, 16),
     ],
 )
-def test_as_many_wide_heads_without_a_mask_run_side_by_side_as_the_cache_holds(
+def test_as_many_wide_heads_run_side_by_side_as_the_cache_holds_and_two_larger_ones_under_a_mask(
     option: str, dim: int, tokens: int, heads: int
 ) -> None:
     small = with_option(option, 128, 128, heads=2, kv_heads=2, dim=dim, dtype=HALF)

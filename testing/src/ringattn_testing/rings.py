@@ -20,7 +20,7 @@ RINGS = [
     (4, "striped", AxisType.Explicit),
     (8, "zigzag", AxisType.Auto),
 ]
-"""Every number of ranks and every layout, each layout on a mesh of either kind: a program each takes seconds."""
+"""Every number of ranks and every layout, each layout on a mesh of either kind. All products would take minutes."""
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:

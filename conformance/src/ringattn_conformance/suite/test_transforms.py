@@ -50,7 +50,7 @@ def test_gradients_by_every_transformation(ringattn_backend: str, transformed: s
 
 STACKED = {
     "sinks": Case("layer", causal=True, sinks="each"),
-    # So many heads that kernels compute the gradient of the bias in parts.
+    # So many heads that kernels may compute the gradient of the bias in parts.
     "bias": Case("layer-of-many-heads", causal=True, bias="NT", heads=264, kv_heads=264, q_length=192, kv_length=192),
 }
 """Calls whose array of this name differs from layer to layer."""
@@ -59,10 +59,11 @@ STACKED = {
 @tiers.mark(tiers.CORE, "sinks")
 @pytest.mark.parametrize("name", STACKED)
 def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str, name: str):
-    """XLA for GPUs may write the gradients of a layer straight into the stack of all layers' gradients."""
+    """The gradients equal those of unrolled layers: XLA for GPUs writes them straight into the stack of all layers."""
     # Not emulated: inside a scan JAX traces a custom_vjp without the axes that vmap binds.
     ranks = min(2, len(jax.devices()))
-    placed = place(declared(ringattn_backend, STACKED[name]), Placement(ranks), ringattn_backend)
+    case = declared(ringattn_backend, STACKED[name], Feature.SINKS, Feature.BIAS)
+    placed = place(case, Placement(ranks), ringattn_backend)
     layers = placed.operands[name], placed.operands[name] + 1
 
     def layer(x: jax.Array, own: jax.Array) -> jax.Array:

@@ -16,23 +16,23 @@ from ringattn_core.contract.varying import align, axes_of
 
 try:
     from jax.experimental.pallas import triton
-except ImportError:  # JAX 0.11 and 0.12 announce that it will go
+except ImportError:  # JAX 0.11 and 0.12 deprecate the module
     triton: Any = None
 
 from .scores import NO_INDEX, Activation, activated, indices_of_blocks, not_nan, relu
 
 QUERIES: Final = 64
-"""A program scores the blocks for so many queries."""
+"""The queries of a program."""
 KEYS: Final = 128
-"""A product of matrices has so many keys."""
+"""The keys of a tile: of one product of matrices."""
 TILES: Final = 32
-"""A program takes at most so many times `KEYS` keys."""
+"""The most tiles of keys of a program."""
 HELD: Final = 2**17
-"""A program keeps at most so many bytes of queries in shared memory; it reads more of them again for each tile."""
+"""If the queries of a program have at most so many bytes, it loads them once, else once for each tile of keys."""
 LARGE_MEMORY: Final = ("9.0", "10.0", "10.3")
 """The compute capabilities of the GPUs whose shared memory has room for `HELD`."""
 IN_REGISTERS: Final = 2**14
-"""A program chooses among so many scores."""
+"""The most scores that a program of `_choose` holds."""
 WARPS: Final = 4
 STAGES: Final = 2
 INTERPRET = False
@@ -45,11 +45,12 @@ Ranked = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def fit(query: Any, blocks: int, size: int, count: int, pool: str, activation: Activation) -> bool:
     """Whether the kernels take a call: with 16-bit index heads of 16, 32, 64 or 128, a `size` that divides 128, at most
     4,096 blocks a shard, a `count` up to 64, `pool="max"`, and `relu` or no activation. A JAX without Pallas's Triton
-    has no kernels.
+    has no kernels, nor have GPUs before Ampere.
     """
     heads_fit = query.dtype.itemsize == 2 and query.shape[3] in (16, 32, 64, 128)
     blocks_fit = KEYS % size == 0 and blocks <= 4096 and count <= 64
-    return triton is not None and heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
+    has_kernels = triton is not None and float(_capability() or 8) >= 8
+    return has_kernels and heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
 
 
 def on_cuda(compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
@@ -75,7 +76,7 @@ def best_blocks(
     """The highest scores of each query and group, the highest first, and the ids of their blocks.
 
     Of equal scores, that with the smaller id is first. A block of which the query sees no key has the score -inf and
-    the id `NO_INDEX`. `q_index` and `blocks` ascend.
+    the id `NO_INDEX`. `blocks` ascend.
     """
     (rows, length, heads, dim), (size, key_heads) = query.shape, key.shape[2:4]
     query, weights, q_ids, q_index = (_padded(x, QUERIES) for x in (query, weights, q_ids, q_index[None]))
@@ -85,7 +86,7 @@ def best_blocks(
     capacity = pl.next_power_of_2(keys // KEYS) * (KEYS // size)
     blocks = _padded(blocks[None], capacity, NO_INDEX)
     limit = q_index if causal else jnp.full_like(q_index, NO_INDEX - 1)
-    # Keys ascend, so a tile has a key that some of the queries see only if they see its first one.
+    # How many tiles of keys a program sees. Keys ascend: who does not see the first key of a tile sees none of it.
     near = (key_index[:, ::KEYS] <= limit.reshape(-1, QUERIES).max(1)[:, None]).sum(1, dtype=jnp.int32)
     tiles, parts = tokens // QUERIES, pl.cdiv(capacity * size, TILES * KEYS)
     (scores,) = _launch(
@@ -122,8 +123,7 @@ def best_blocks(
         ],
         [((rows, groups, count, tokens), dtype) for dtype in (jnp.float32, jnp.int32)],
     )
-    top, ids = (jnp.moveaxis(x, 3, 1)[:, :length] for x in (top, ids))
-    return top, ids
+    return jnp.moveaxis(top, 3, 1)[:, :length], jnp.moveaxis(ids, 3, 1)[:, :length]
 
 
 def _score(

@@ -26,7 +26,7 @@ def products(q: Float[Array, "B t I D"], k: Float[Array, "B s G D"]) -> Float32[
 
 
 def relu(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """`max(x, 0)`. NaN stays NaN, which `jnp.maximum` has lost here on CPUs, and loses in Triton."""
+    """`max(x, 0)`. NaN stays NaN: `jnp.maximum` loses it in Triton, and lost it here on CPUs."""
     return jnp.where(x <= 0, 0.0, x)
 
 
@@ -44,7 +44,7 @@ def summed(
 
 
 def not_nan(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """`x`, where NaN and -inf become the lowest finite number: -inf stands for what a query does not see."""
+    """`x` with the lowest finite number for NaN and -inf: -inf is kept for keys that the query does not see."""
     return jnp.where(x >= FLOAT32.min, x, FLOAT32.min)
 
 

@@ -71,7 +71,7 @@ def select(
         forced: `(first, newest)`: so many first blocks of the sequence, and so many newest ones, the query's own block
             among them. They are chosen before all others, unless the query sees none of their keys, and count among
             `count`.
-        activation: An function function, by default `max(x, 0)`, or `None`: the products themselves. Pass the same
+        activation: An elementwise function, by default `max(x, 0)`, or `None`: the products themselves. Pass the same
             function each time, since a new one compiles again.
         q_segment_ids: A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: If only one of the two is given, it serves both.
@@ -155,8 +155,10 @@ class Choice:
             return Best(top, jnp.where(top > -jnp.inf, blocks[places], NO_INDEX))
 
         def by_kernels(query: Any, weights: Any, q_ids: Any, index: Any) -> Best:
-            options = {name: getattr(self, name) for name in ("groups", "causal", "activation", "ranked")}
-            found = kernels.best_blocks(query, weights, q_ids, index, key, kv_ids, blocks, count=count, **options)
+            found = kernels.best_blocks(
+                query, weights, q_ids, index, key, kv_ids, blocks,
+                groups=self.groups, count=count, causal=self.causal, activation=self.activation, ranked=self.ranked,
+            )  # fmt: skip
             return Best(*found)
 
         plain = over(of_queries, by_tiles)
@@ -186,13 +188,13 @@ class Choice:
         return tiles.where_any(near, computed, jnp.repeat(nothing, blocks.size, 3))
 
     def sees_starts(self, kv_ids: Any) -> bool:
-        """Whether a query sees a key of a block exactly if it sees the first one, and no score is of one key."""
+        """Whether scores are of whole blocks, and a query sees a block exactly if it sees its first key."""
         return self.pool == "mean" and kv_ids is None
 
     def ranked(
         self, x: Float32[Array, "... t n"], q_index: Int32[Array, " t"], blocks: Int32[Array, " n"]
     ) -> Float32[Array, "... t n"]:
-        """The scores of blocks with one zero, and `inf` for forced blocks alone; -inf stays."""
+        """Scores without -0.0, at most the largest float32, and `inf` for forced blocks that the query sees."""
         x = jnp.minimum(x, FLOAT32.max)
         x = jnp.where(x == 0, 0.0, x)  # of -0.0 and 0.0, a sort would take the latter to be larger
         if self.first + self.newest == 0:

@@ -11,7 +11,7 @@ from ringattn_testing.conformance.numpy_ring import Dense, Fused, OneAfterAnothe
 
 
 def size(call: tuple[Case, Placement]) -> int:
-    """How many scores a call has, times its ranks: about in proportion to its time. Tests try small calls first."""
+    """The scores of a call times its ranks: about in proportion to its time. Tests try small calls first."""
     case, placement = call
     return case.batch * case.heads * case.q_length * case.kv_length * placement.ring
 

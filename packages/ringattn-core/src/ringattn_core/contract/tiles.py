@@ -129,7 +129,7 @@ def _of_bits(block: Block, words: jax.Array, q_tile: int, kv_tile: int) -> tuple
 
 
 def _of_keys(words: jax.Array, block: Block, kv_tile: int, combine: Any, neutral: int) -> jax.Array:
-    """Combines the bits of each key tile to a word, `[b m nq nk]`. Bits past the last key do not count."""
+    """Combines the bits of each key tile to a word, `[b m nq nk]`; `kv_tile` divides the number of keys."""
     grain = math.gcd(block.grain, kv_tile)
     if grain < block.grain:  # a bit is for keys of several tiles
         words = regrained(Bits(words, None, block.grain), 0, block.kv_length, grain)

@@ -104,7 +104,7 @@ def _heads_in_order(block: Block, constants: BlockConstants, plan: BackwardPlan)
     same time with any number of heads. With bits, the turn of a block that all queries choose is the longest, and the
     other turns of its head follow it; so as many heads run side by side as the limit allows. Turns of
     wide heads that see all keys get out of step, so no more heads run than the cache holds, but enough for every
-    program to have a turn. Under a mask, of wide heads that are each too large for the cache, two run.
+    program to have a turn. Under a mask, if the cache does not hold one wide head, two run side by side.
     """
     most, ratio, _ = _WIDE if plan.wide else _NARROW
     if (block.bits is not None or sparsity.scattered(block)) and not plan.wide:

@@ -56,8 +56,8 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(call.name, b"")
     call_kernel = jax.ffi.ffi_call("triton_kernel_call_ffi", outputs, input_output_aliases=dict(call.aliases))
     results = list(call_kernel(*arrays, opaque=zlib.compress(message)))[: len(call.outputs)]
-    # XLA writes what a loop stacks straight into the stack. Then an output has not the memory of its operand, and what
-    # the kernel leaves as it was is lost: see benchmarks/upstream/alias_in_loop.py.
+    # In a loop, XLA may write an output straight into the stack of results. It then no longer shares memory with its
+    # operand, and what the kernel did not write is undefined: see benchmarks/upstream/alias_in_loop.py.
     return jax.lax.optimization_barrier(results) if call.aliases else results
 
 
