@@ -122,7 +122,7 @@ def test_vmapped_examples_and_a_ring_that_vmap_plays() -> None:
 OTHERS: list[dict[str, Any]] = [{"size": 3}, {"pool": "mean"}, {"activation": jnp.abs}, {"count": 65, "size": 1}]
 
 
-@pytest.mark.parametrize("changes", [*OTHERS, {"dtype": jnp.float32}], ids=str)
+@pytest.mark.parametrize("changes", [*OTHERS, {"dtype": jnp.float32}], ids=" and ".join)
 def test_other_calls_have_no_kernel(changes: dict[str, Any]) -> None:
     def program(dtype: Any = jnp.bfloat16, **changes: Any) -> str:
         arrays = [x.astype(dtype) for x in drawn(1)]
