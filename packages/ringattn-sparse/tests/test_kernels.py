@@ -4,7 +4,6 @@
 `benchmarks/choosing.py --check` compares compiled kernels with plain JAX on a GPU.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from ringattn_core import from_layout, to_layout
 from ringattn_sparse import kernels, select, tiles
 from ringattn_sparse.scores import relu
 from ringattn_testing.choosing import chosen
-from ringattn_testing.rings import mesh_of
+from ringattn_testing.rings import RINGS, mesh_of
 
 B, T = 2, 96
 
@@ -47,9 +46,7 @@ def segments(tokens: int) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, "contiguous"), *itertools.product((2, 3, 4, 8), ("contiguous", "zigzag", "striped"))]
-)
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, layout) for ranks, layout, _ in RINGS])
 def test_every_ring_and_layout_chooses_the_best_blocks_and_of_equal_scores_the_smaller_ids(
     ranks: int, layout: str
 ) -> None:
