@@ -57,7 +57,7 @@ def test_every_ring_and_layout_chooses_the_best_blocks_and_of_equal_scores_the_s
     def local(ids: Any, *x: Any) -> jax.Array:
         return select(*x, **options, q_segment_ids=ids, axis_name="sp", layout=layout)
 
-    # JAX cannot interpret a kernel under check_vma.
+    # With check_vma JAX interprets no kernel: benchmarks/upstream/pallas_interpreter_vma.py.
     spec, mesh = P(None, "sp"), mesh_of(sp=ranks)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     got = run(*(x if x is None else to_layout(x, layout, ranks) for x in (ids, *arrays)))
@@ -127,3 +127,19 @@ def test_other_calls_have_no_kernel(changes: dict[str, Any]) -> None:
 
     assert "pallas_call" in program()
     assert "pallas_call" not in program(**changes)
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [("7.5", False), ("8.0", True), ("9.0", True), ("12.0", True)])
+def test_nvidia_gpus_before_ampere_have_no_kernel(
+    capability: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_capability", lambda: capability)
+    program = jax.make_jaxpr(lambda *x: select(*x, count=2, size=4))(*drawn(1))
+    assert ("pallas_call" in str(program)) == kernel
+
+
+def test_an_amd_gpu_has_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its capability is no number."""
+    monkeypatch.setattr(kernels, "_capability", lambda: "gfx942:sramecc+:xnack-")
+    arrays, options = drawn(2), {"count": 4, "size": 4}
+    np.testing.assert_array_equal(select(*arrays, **options), chosen(*arrays, **options))

@@ -29,6 +29,8 @@ TILES: Final = 32
 """The most tiles of keys of a program."""
 HELD: Final = 2**17
 """If the queries of a program have at most so many bytes, it loads them once, else once for each tile of keys."""
+BEFORE_AMPERE: Final = ("5.", "6.", "7.")
+"""How the compute capabilities of NVIDIA GPUs begin that have no kernels."""
 LARGE_MEMORY: Final = ("9.0", "10.0", "10.3")
 """The compute capabilities of the GPUs whose shared memory has room for `HELD`."""
 IN_REGISTERS: Final = 2**14
@@ -49,7 +51,7 @@ def fit(query: Any, blocks: int, size: int, count: int, pool: str, activation: A
     """
     heads_fit = query.dtype.itemsize == 2 and query.shape[3] in (16, 32, 64, 128)
     blocks_fit = KEYS % size == 0 and blocks <= 4096 and count <= 64
-    has_kernels = triton is not None and float(_capability() or 8) >= 8
+    has_kernels = triton is not None and not _capability().startswith(BEFORE_AMPERE)
     return has_kernels and heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
 
 
@@ -75,8 +77,8 @@ def best_blocks(
 ) -> tuple[Float32[Array, "B t G count"], Int32[Array, "B t G count"]]:
     """The highest scores of each query and group, the highest first, and the ids of their blocks.
 
-    Of equal scores, that with the smaller id is first. A block of which the query sees no key has the score -inf and
-    the id `NO_INDEX`. `blocks` ascend.
+    Of equal scores, the smaller id comes first. Blocks without a key that the query sees have the score -inf and the id
+    `NO_INDEX`. `blocks` ascend.
     """
     (rows, length, heads, dim), (size, key_heads) = query.shape, key.shape[2:4]
     query, weights, q_ids, q_index = (_padded(x, QUERIES) for x in (query, weights, q_ids, q_index[None]))
@@ -230,5 +232,5 @@ def _padded(x: Any, multiple: int, fill: int = 0) -> Any:
 
 
 def _capability() -> str:
-    """The compute capability of the GPUs of this process; "" if it has none."""
+    """The compute capability of the GPUs of this process, "gfx942" on an AMD GPU; "" if it has no GPU."""
     return str(getattr(jax.local_devices()[0], "compute_capability", ""))
