@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_mistake_is_told_in_one_sentence(mistake: str) -> None:
     options, fact = MISTAKES[mistake]
     with raises(fact):
-        run(attention(4, "shard_map", options), "jit")
+        run(attention(4, "shard_map", options), "jit of grad")
 
 
 OF_DOCUMENTS = (
@@ -151,7 +151,7 @@ OF_DOCUMENTS = (
 )
 def test_ranges_that_were_not_reordered_or_that_a_promise_cuts_off_are_told(options: Any, fact: str) -> None:
     with raises(fact):
-        run(attention(4, "mesh", {"kv_range": OF_DOCUMENTS, **options}), "jit")
+        run(attention(4, "mesh", {"kv_range": OF_DOCUMENTS, **options}), "jit of grad")
 
 
 NEWEST = jnp.stack([INDEX // 2, 0 * INDEX], -1)[None, :, None].repeat(B, 0)
@@ -161,10 +161,10 @@ NEWEST = jnp.stack([INDEX // 2, 0 * INDEX], -1)[None, :, None].repeat(B, 0)
 def test_ids_of_blocks_that_are_not_there_or_in_another_order_are_told() -> None:
     chosen = {"selected": NEWEST + 1, "selected_size": 2}
     with raises("selected: has ids from 1 to 8. Pass ids from 0 to 7"):
-        run(attention(4, "shard_map", chosen), "jit")
+        run(attention(4, "shard_map", chosen), "jit of grad")
     chosen = {"selected": NEWEST, "selected_size": 2, "causal": True}
     with raises("selected: its values are in the order of 'contiguous', but the call says 'zigzag'"):
-        run(attention(4, "mesh", {**chosen, "layout": "zigzag"}), "jit")
+        run(attention(4, "mesh", {**chosen, "layout": "zigzag"}), "jit of grad")
     run(attention(4, "mesh", chosen), "jit of grad")
     some_later = NEWEST.at[:, :3, 0, 0].set(7)
     for ids, layout in ((to_layout(NEWEST, "zigzag", 4), "zigzag"), (some_later, "contiguous")):
