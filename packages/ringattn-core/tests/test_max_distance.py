@@ -33,6 +33,7 @@ QUERY, KEY, VALUE = query_key_value(B, T, N, K)
         (3, "zigzag", AxisType.Explicit),
         (4, "striped", AxisType.Auto),
         (8, "contiguous", AxisType.Explicit),
+        (8, "zigzag", AxisType.Auto),
     ],
 )
 def test_results_and_gradients_of_packed_rows_with_positions_are_those_of_one_device(

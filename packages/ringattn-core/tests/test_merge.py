@@ -45,6 +45,8 @@ def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
         (2, "zigzag", AxisType.Explicit),
         (3, "striped", AxisType.Auto),
         (4, "contiguous", AxisType.Explicit),
+        (4, "zigzag", AxisType.Auto),
+        (8, "contiguous", AxisType.Auto),
         (8, "striped", AxisType.Explicit),
     ],
 )
