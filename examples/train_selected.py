@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model of text whose indexer learns to choose blocks of keys, on a ring of CPU devices.
+"""Trains a small model of text whose indexer learns to choose blocks of keys.
 
-    python train_selected.py --out build/selected        # minutes on two cores
+    python train_selected.py                             # a ring of 8 CPU devices: minutes on two cores
+    python train_selected.py --preset 32k --cpu 0        # 32,768 bytes of context, on a ring of the GPUs there are
 
 First attention is dense, and `teach` trains the indexer on all keys that a query sees. From that model two runs go on:
 one stays dense; the other attends to the blocks that the indexer chooses, where `teach` looks at these blocks alone.
 The text is Python's standard library. The folder `--out` gets the curves as `curves.png`, the losses as `run.json`, and
-`choices.npy`: what the indexer chooses in a held-out document, int32 `[T, layers * groups, COUNT]`.
+`choices-T.npy` for each length `T` of `--choices`: what the indexers choose in held-out text, int32
+`[T, layers * groups, count]`.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import time
@@ -30,73 +33,124 @@ from ringattn_sparse import select, teach
 from text_corpus import VOCABULARY
 from text_model import norm, rotate
 
-LAYERS, WIDTH, HEADS, GROUPS, SIZE, HIDDEN = 2, 64, 4, 2, 16, 192
-INDEX_HEADS, INDEX = 4, 16
-COUNT, BLOCK = 8, 8
-ROWS, RATE, LAYOUT = 2, 3e-3, "zigzag"
+LAYOUT = "zigzag"
 SMOOTH = 10
 KINDS = ("dense", "chosen blocks")
-SHAPES = {
-    "query": (WIDTH, HEADS, SIZE), "key": (WIDTH, GROUPS, SIZE), "value": (WIDTH, GROUPS, SIZE),
-    "out": (HEADS, SIZE, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
-    "index_query": (WIDTH, INDEX_HEADS, INDEX), "index_key": (WIDTH, 1, INDEX), "index_weight": (WIDTH, INDEX_HEADS),
-}  # fmt: skip
 Weights = dict[str, Any]
 
 
-def initial() -> Weights:
-    shapes = {name: (LAYERS, *shape) for name, shape in SHAPES.items()}
-    shapes |= {"token": (VOCABULARY, WIDTH), "logits": (WIDTH, VOCABULARY)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {name: jax.random.normal(key, shapes[name]) / WIDTH**0.5 for name, key in zip(shapes, keys, strict=True)}
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    length: int
+    layers: int
+    width: int
+    heads: int
+    groups: int
+    """The key heads; each has a choice of its own."""
+    size: int
+    """Of a head."""
+    hidden: int
+    index_heads: int
+    index: int
+    """The size of an index head."""
+    count: int
+    """The blocks that a query chooses."""
+    block: int
+    """The keys of a block."""
+    rows: int
+    """Of a batch."""
+    rate: float
+    before: int
+    """Steps of dense attention, before the choice."""
+    steps: int
+    """Steps of each run after it."""
+    dtype: str
+    """Of activations; weights are float32."""
+
+    def of_layers(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight of a layer."""
+        width, index_heads = self.width, self.index_heads
+        return {
+            "query": (width, self.heads, self.size), "key": (width, self.groups, self.size),
+            "value": (width, self.groups, self.size), "out": (self.heads, self.size, width),
+            "gate": (width, self.hidden), "up": (width, self.hidden), "down": (self.hidden, width),
+            "index_query": (width, index_heads, self.index), "index_key": (width, 1, self.index),
+            "index_weight": (width, index_heads),
+        }  # fmt: skip
+
+    def initial(self) -> Weights:
+        shapes = {name: (self.layers, *shape) for name, shape in self.of_layers().items()}
+        shapes |= {"token": (VOCABULARY, self.width), "logits": (self.width, VOCABULARY)}
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        drawn = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        return {name: x / self.width**0.5 for name, x in drawn.items()}
 
 
-def attend(
-    kind: str, w: Weights, x: Float[Array, "B T M"], positions: Int32[Array, "B T"], ring: dict[str, Any]
-) -> tuple[Float[Array, "B T N H"], Float[Array, ""], Any]:
-    """The output of attention of a kind, the loss of the indexer, and the ids of the blocks."""
-    query, key, value = (jnp.einsum("btm,mnh->btnh", x, w[name]) for name in ("query", "key", "value"))
-    query, key = rotate(query, positions), rotate(key, positions)
-    # The loss of the indexer trains the indexer only, and the loss of the model all but the indexer.
-    x = jax.lax.stop_gradient(x)
-    index_query, index_key = (jnp.einsum("btm,mnh->btnh", x, w[name]) for name in ("index_query", "index_key"))
-    index = rotate(index_query, positions) * INDEX**-0.5, rotate(index_key, positions)[:, :, 0], x @ w["index_weight"]
-    options: dict[str, Any] = {}
-    if kind == "chosen blocks":
-        options["selected"] = select(*index, count=COUNT, size=BLOCK, groups=GROUPS, forced=(0, 1), causal=True, **ring)
-        options["selected_size"] = BLOCK
-    out, lse = ring_attention(query, key, value, causal=True, return_lse=True, **options, **ring)
-    loss = teach(*index, query, key, lse, groups=GROUPS, causal=True, **options, **ring)
-    return out, loss, options.get("selected")
+PRESETS = {
+    "small": Sizes(512, 2, 64, 4, 2, 16, 192, 4, 16, 8, 8, 2, 3e-3, 80, 60, "float32"),
+    "32k": Sizes(32768, 4, 512, 16, 4, 64, 1536, 8, 64, 16, 128, 1, 1e-3, 240, 160, "bfloat16"),
+}
 
 
-def forward(
-    kind: str, ring: dict[str, Any], weights: Weights, row: dict[str, jax.Array]
-) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
-    """The mean loss of a byte, the mean loss of the indexers, and the ids of all layers."""
+@dataclasses.dataclass(frozen=True)
+class Model:
+    sizes: Sizes
+    ring: dict[str, Any]
 
-    def block(x: Float[Array, "B T M"], w: Weights) -> tuple[Float[Array, "B T M"], Any]:
-        normed = norm(x, jnp.ones(WIDTH))
-        out, taught, ids = attend(kind, w, normed, row["positions"], ring)
-        x = x + jnp.einsum("btnh,nhm->btm", out, w["out"])
-        normed = norm(x, jnp.ones(WIDTH))
-        return x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"], (taught, ids)
+    def attend(
+        self, kind: str, w: Weights, x: Float[Array, "B T M"], positions: Int32[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, ""], Any]:
+        """The output of attention of a kind, the loss of the indexer, and the ids of the blocks."""
+        sizes, ring = self.sizes, self.ring
+        query, key, value = (jnp.einsum("btm,mnh->btnh", x, w[name]) for name in ("query", "key", "value"))
+        query, key = rotate(query, positions), rotate(key, positions)
+        # The loss of the indexer trains the indexer only, and the loss of the model all but the indexer.
+        x = jax.lax.stop_gradient(x)
+        index_query, index_key = (jnp.einsum("btm,mnh->btnh", x, w[name]) for name in ("index_query", "index_key"))
+        index_query, index_key = rotate(index_query, positions), rotate(index_key, positions)[:, :, 0]
+        index = index_query * sizes.index**-0.5, index_key, x @ w["index_weight"]
+        options: dict[str, Any] = {}
+        if kind == "chosen blocks":
+            choice = {"count": sizes.count, "size": sizes.block, "groups": sizes.groups, "forced": (0, 1)}
+            options["selected"] = select(*index, causal=True, **choice, **ring)
+            options["selected_size"] = sizes.block
+        out, lse = ring_attention(query, key, value, causal=True, return_lse=True, **options, **ring)
+        loss = teach(*index, query, key, lse, groups=sizes.groups, causal=True, **options, **ring)
+        return out, loss, options.get("selected")
 
-    x, (taught, ids) = jax.lax.scan(block, weights["token"][row["tokens"]], {name: weights[name] for name in SHAPES})
-    logits = norm(x, jnp.ones(WIDTH)) @ weights["logits"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row["labels"], 0))
-    real = row["labels"] >= 0
-    return jnp.where(real, losses, 0).sum() / real.sum(), taught.mean(), ids
+    def __call__(
+        self, kind: str, weights: Weights, batch: dict[str, jax.Array]
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
+        """The mean loss of a byte, the mean loss of the indexers, and the ids of all layers."""
+
+        def layer(x: Float[Array, "B T M"], w: Weights) -> tuple[Float[Array, "B T M"], Any]:
+            w = {name: weight.astype(x.dtype) for name, weight in w.items()}
+            normed = norm(x, jnp.ones(x.shape[-1]))
+            out, taught, ids = self.attend(kind, w, normed, batch["positions"])
+            x = x + jnp.einsum("btnh,nhm->btm", out, w["out"])
+            normed = norm(x, jnp.ones(x.shape[-1]))
+            return x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"], (taught, ids)
+
+        x = weights["token"][batch["tokens"]].astype(self.sizes.dtype)
+        x, (taught, ids) = jax.lax.scan(layer, x, {name: weights[name] for name in self.sizes.of_layers()})
+        table = weights["logits"].astype(x.dtype)
+        logits = jnp.matmul(norm(x, jnp.ones(x.shape[-1])), table, preferred_element_type=jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
+        real = batch["labels"] >= 0
+        return jnp.where(real, losses, 0).sum() / real.sum(), taught.mean(), ids
 
 
 class Trainer:
-    """Trains on rows of text over a ring. `advance` and `evaluate` are compiled once for each kind of attention."""
+    """Trains on rows of text over a ring. `advance` and `evaluate` are compiled once for each kind and length."""
 
-    def __init__(self, length: int):
-        self.mesh = ring_mesh()
-        self.ring = {"mesh": self.mesh, "axis_name": "sp", "layout": LAYOUT}
-        self.length, self.optimizer = length, optax.adam(RATE)
-        self.corpus = text_corpus.read(None, ROWS * length)
+    def __init__(self, sizes: Sizes, longest: int):
+        self.mesh, self.sizes = ring_mesh(), sizes
+        self.model = Model(sizes, {"mesh": self.mesh, "axis_name": "sp", "layout": LAYOUT})
+        self.optimizer = optax.adam(sizes.rate)
+        self.corpus = text_corpus.read(None, sizes.rows * sizes.length)
+        self.held_out = dataclasses.replace(self.corpus, training=self.corpus.held_out)
+        if self.held_out.size <= longest:
+            raise SystemExit(f"The held-out text has {self.held_out.size:,} bytes: --choices takes fewer.")
 
     def batch(self, rows: list[text_corpus.Row]) -> dict[str, jax.Array]:
         place = NamedSharding(self.mesh, P(None, "sp"))
@@ -106,7 +160,7 @@ class Trainer:
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def advance(self, kind: str, weights: Weights, state: Any, batch: dict[str, jax.Array]) -> Any:
         def loss(weights: Weights) -> tuple[jax.Array, Any]:
-            text, taught, _ = forward(kind, self.ring, weights, batch)
+            text, taught, _ = self.model(kind, weights, batch)
             return text + taught, (text, taught)
 
         gradients, losses = jax.grad(loss, has_aux=True)(weights)
@@ -114,14 +168,17 @@ class Trainer:
         return optax.apply_updates(weights, updates), state, losses
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
-    def evaluate(self, kind: str, weights: Weights, batch: dict[str, jax.Array]) -> Any:
-        return forward(kind, self.ring, weights, batch)
+    def evaluate(self, kind: str, weights: Weights, batch: dict[str, jax.Array]) -> tuple[Float[Array, ""], Any]:
+        """The mean loss of a byte, and the ids of all layers."""
+        text, _, ids = self.model(kind, weights, batch)
+        return text, ids
 
     def train(self, kind: str, weights: Weights, state: Any, steps: range) -> tuple[Weights, Any, list[list[float]]]:
         """The weights and the state after these steps, and the losses of each: of the text, and of the indexer."""
         found, start = [], time.perf_counter()
         for step in steps:
-            rows = [self.corpus.row(step * ROWS + n, self.length, joined=True) for n in range(ROWS)]
+            numbers = range(step * self.sizes.rows, (step + 1) * self.sizes.rows)
+            rows = [self.corpus.row(number, self.sizes.length, joined=True) for number in numbers]
             weights, state, losses = self.advance(kind, weights, state, self.batch(rows))
             found.append([float(x) for x in losses])
             if step == steps[-1] or step % 20 == 0:
@@ -130,14 +187,18 @@ class Trainer:
                 print(f"{kind}, step {step}: loss {text:.4f}, indexer {taught:.4f}, {seconds:.2f} s a step", flush=True)
         return weights, state, found
 
-    def held_out(self, kind: str, weights: Weights, count: int) -> tuple[float, Any]:
-        """The mean loss of held-out documents, and the ids `[T, layers * GROUPS, COUNT]` in the first."""
-        rows = self.corpus.evaluation(self.length, count)
-        found = [self.evaluate(kind, weights, self.batch(rows[n : n + ROWS])) for n in range(0, count, ROWS)]
-        ids = found[0][2]
-        if ids is not None:
-            ids = np.concatenate(from_layout(ids[:, 0], LAYOUT, self.mesh.size), 1)
-        return float(np.mean([loss for loss, _, _ in found])), ids
+    def loss(self, kind: str, weights: Weights, rows: int) -> float:
+        """The mean loss of a byte of held-out text."""
+        found = [self.evaluate(kind, weights, self.batch([self.unseen(n, self.sizes.length)]))[0] for n in range(rows)]
+        return float(np.mean(found))
+
+    def choices(self, weights: Weights, length: int) -> Int32[np.ndarray, "T choices n"]:
+        """The blocks that the indexers of all layers choose in the first held-out bytes."""
+        _, ids = self.evaluate(KINDS[1], weights, self.batch([self.unseen(0, length)]))
+        return np.concatenate(from_layout(np.asarray(ids)[:, 0], LAYOUT, self.mesh.size), 1)
+
+    def unseen(self, number: int, length: int) -> text_corpus.Row:
+        return self.held_out.row(number, length, joined=True)
 
 
 def draw(run: dict[str, Any], path: Path) -> None:
@@ -161,27 +222,32 @@ def draw(run: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="the ranks of the ring")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--before", type=int, default=80, help="steps of dense attention, before the choice")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each run after it")
-    parser.add_argument("--held-out", type=int, default=8, help="documents")
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--cpu", type=int, default=8, help="the CPU devices of the ring; 0: the devices there are")
+    for name in ("length", "before", "steps"):
+        parser.add_argument(f"--{name}", type=int, help="in place of the preset's")
+    parser.add_argument("--held-out", type=int, default=8, help="rows of held-out text")
+    parser.add_argument("--choices", type=int, nargs="*", help="lengths; by default that of training")
     parser.add_argument("--out", type=Path, default=Path("build/selected"))
     a = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", a.devices)
-    trainer = Trainer(a.length)
-    weights = initial()
-    weights, state, before = trainer.train("dense", weights, trainer.optimizer.init(weights), range(a.before))
+    if a.cpu:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", a.cpu)
+    given = {name: getattr(a, name) for name in ("length", "before", "steps") if getattr(a, name) is not None}
+    sizes = dataclasses.replace(PRESETS[a.preset], **given)
+    lengths = [sizes.length] if a.choices is None else a.choices
+    trainer, weights = Trainer(sizes, max(lengths, default=0)), sizes.initial()
+    weights, state, before = trainer.train("dense", weights, trainer.optimizer.init(weights), range(sizes.before))
     run: dict[str, Any] = {"before": before, "losses": {}, "held out": {}}
     a.out.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
-        trained, _, run["losses"][kind] = trainer.train(kind, weights, state, range(a.before, a.before + a.steps))
-        run["held out"][kind], ids = trainer.held_out(kind, trained, a.held_out)
+        steps = range(sizes.before, sizes.before + sizes.steps)
+        trained, _, run["losses"][kind] = trainer.train(kind, weights, state, steps)
+        run["held out"][kind] = trainer.loss(kind, trained, a.held_out)
         mean = np.mean(run["losses"][kind], 0)[0]
         print(f"{kind}: {mean:.3f} nats a byte in these steps, {run['held out'][kind]:.3f} held out", flush=True)
-        if kind == "chosen blocks":
-            np.save(a.out / "choices.npy", ids)
+        for length in lengths if kind == KINDS[1] else ():
+            np.save(a.out / f"choices-{length}.npy", trainer.choices(trained, length))
     (a.out / "run.json").write_text(json.dumps(run))
     draw(run, a.out / "curves.png")
 
