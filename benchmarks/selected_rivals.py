@@ -2,7 +2,6 @@
 """Attention to chosen keys on one Hopper beside jax-linear-attention's: the time of theirs over ours.
 
 - "DSA": each query attends to 2,048 single keys that all heads share. The keys are given, and drawn at random.
-- "DSA's indexer": it chooses these keys, with 8 index heads; it has no gradients.
 - "MoBA": each head attends to its own block and to those whose mean key fits its query best.
 - "NSA": compressed keys, the blocks with the highest weights there, and a window, each times a gate.
 
@@ -11,7 +10,6 @@ arrays of a number for each head, query and key. Results are compared before any
 """
 
 import argparse
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -19,30 +17,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from choosing import index_arrays
 from interleaved import ON_A_DEVICE, Claim, medians, ours, report, with_gradients
 from measuring import relative
 from ringattn_sparse import select
-from workloads import PARTS, Shape
+from workloads import Shape
 
 Call = Callable[..., jax.Array]
 TOLERANCE = 5e-2
 """The largest relative error of an output or gradient; the scores that choose may round to another order."""
 attend = functools.partial(ours, causal=True, backend="triton")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Both functions of the same arrays, of which the last is the cotangent of the result in parts with gradients."""
-
-    shape: Shape
-    make: Callable[[Shape], tuple[Call, Call]]
-    arrays: Callable[[Shape], list[jax.Array]]
-    parts: tuple[str, ...] = PARTS
-
-
-def of_attention(shape: Shape) -> list[jax.Array]:
-    return shape.arrays()
 
 
 def dsa(shape: Shape, count: int = 2048) -> tuple[Call, Call]:
@@ -57,22 +40,6 @@ def dsa(shape: Shape, count: int = 2048) -> tuple[Call, Call]:
         return attend(selected=jax.lax.optimization_barrier(ids)[:, :, None], selected_size=1)(*arrays)
 
     return mine, lambda *arrays: dsa_attention(*arrays, jax.lax.optimization_barrier(ids))
-
-
-def indexer(shape: Shape, count: int = 2048) -> tuple[Call, Call]:
-    from jla.ops.mosaic_gpu.dsa import index_topk  # pyright: ignore[reportMissingImports]
-
-    def theirs(query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.Array:
-        # By the highest score first; -1 fills up, as in ours.
-        ids = jnp.sort(index_topk(query, key, weights, count, scale=1.0, method="radix"), -1)
-        seen = (ids >= 0) & (ids <= jnp.arange(shape.tokens)[:, None])
-        return jnp.sort(jnp.where(seen, ids, shape.tokens), -1)[:, :, None]
-
-    def mine(*arrays: jax.Array) -> jax.Array:
-        ids = select(*arrays, count=count, causal=True)
-        return jnp.sort(jnp.where(ids < 0, shape.tokens, ids), -1)
-
-    return mine, theirs
 
 
 def moba(shape: Shape, count: int = 8, size: int = 256) -> tuple[Call, Call]:
@@ -109,31 +76,28 @@ def nsa(shape: Shape, count: int = 16, size: int = 64, window: int = 512) -> tup
     return mine, lambda *arrays: nsa(*arrays, *gates, block_size=size, block_count=count, window_size=window)
 
 
-CASES = {
-    "DSA, 16k": Case(Shape(1, 16384, 64, 4, 128), dsa, of_attention),
-    "DSA, 32k": Case(Shape(1, 32768, 64, 4, 128), dsa, of_attention),
-    "DSA's indexer, 32k": Case(
-        Shape(1, 32768, 8, 1, 128), indexer, lambda shape: index_arrays(shape.tokens, shape.heads, 128, jnp.bfloat16),
-        parts=("forward",),
-    ),
-    "MoBA, 8k": Case(Shape(1, 8192, 16, 16, 128), moba, of_attention),
-    "NSA, 4k": Case(Shape(1, 4096, 64, 4, 128), nsa, of_attention),
-}  # fmt: skip
+CASES: dict[str, tuple[Shape, Callable[[Shape], tuple[Call, Call]]]] = {
+    "DSA, 16k": (Shape(1, 16384, 64, 4, 128), dsa),
+    "DSA, 32k": (Shape(1, 32768, 64, 4, 128), dsa),
+    "MoBA, 8k": (Shape(1, 8192, 16, 16, 128), moba),
+    "NSA, 4k": (Shape(1, 4096, 64, 4, 128), nsa),
+}
+"""Shapes, and functions that make both calls: ours and theirs."""
 
 
-def measured(name: str, case: Case, rounds: int) -> dict[str, float]:
+def measured(name: str, shape: Shape, calls: tuple[Call, Call], rounds: int) -> dict[str, float]:
     """The milliseconds of both, and the largest relative error between their results, for each part."""
     raw: dict[str, float] = {}
-    arrays, calls = case.arrays(case.shape), case.make(case.shape)
-    for part in case.parts:
-        given = arrays if part != "forward" or len(arrays) < 4 else arrays[:3]
+    arrays = shape.arrays()
+    for part, given in (("forward", arrays[:3]), ("forward+backward", arrays)):
         functions = [call if part == "forward" else with_gradients(call) for call in calls]
         programs = [functools.partial(jax.jit(x).lower(*given).compile(), *given) for x in functions]
         mine, theirs = (jax.tree.leaves(program()) for program in programs)
         raw[f"{name}, {part}: error"] = float(max(map(relative, mine, theirs)))
         seconds = medians(dict(zip(("ours", "theirs"), programs, strict=True)), rounds, ON_A_DEVICE)
         raw |= {f"{name}, {part}: {who}, ms": 1e3 * x for who, x in seconds.items()}
-        print(f"{name}, {part}: {raw}", file=sys.stderr, flush=True)
+        ratio = seconds["theirs"] / seconds["ours"]
+        print(f"{name}, {part}: theirs over ours {ratio:.2f}", file=sys.stderr, flush=True)
     return raw
 
 
@@ -143,10 +107,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     raw: dict[str, float] = {}
-    for name, case in CASES.items():
+    for name, (shape, make) in CASES.items():
         if asked.only in name:
             try:
-                raw |= measured(name, case, asked.rounds)
+                raw |= measured(name, shape, make(shape), asked.rounds)
             except Exception as error:  # whatever a foreign kernel refuses
                 print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
     claims = [Claim(name, error, "<=", TOLERANCE) for name, error in raw.items() if name.endswith("error")]

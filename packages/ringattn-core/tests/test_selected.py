@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, prefill_attention, ring_attention
+from ringattn_core.contract import bits
 from ringattn_core.errors import InputError
 from ringattn_testing.rings import RINGS, close, graded, in_order_of, masked, mesh_of, query_key_value
 
@@ -32,6 +33,15 @@ def dense(ids: Any, size: int, keys: int = T) -> jax.Array:
     return jnp.asarray(np.repeat(seen, N // seen.shape[1], 1))
 
 
+@pytest.mark.parametrize("count", [bits.FEW, bits.FEW + 1])
+def test_few_and_many_numbers_become_bits(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "MARKS_AT_ONCE", 300)  # two rows of 150
+    numbers = np.random.default_rng(count).integers(-3, 153, (2, 7, count)).astype(np.int32)
+    words = bits.of_numbers(jnp.asarray(numbers), 150)
+    got = bits.unpacked(words, 160)  # no number sets a bit behind the last
+    np.testing.assert_array_equal(got, (numbers[..., None] == np.arange(160)).any(2) & (np.arange(160) < 150))
+
+
 @pytest.mark.parametrize("groups", [1, K, N])
 @pytest.mark.parametrize("size", [1, 4, 5, 64])
 def test_chosen_blocks_are_the_mask_of_their_keys(groups: int, size: int) -> None:
@@ -44,7 +54,7 @@ def test_chosen_blocks_are_the_mask_of_their_keys(groups: int, size: int) -> Non
 @pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
 def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str, kind: AxisType) -> None:
     size = 1 if layout == "striped" else 4 if ranks == 3 else 3
-    mesh, ids = mesh_of(kind, sp=ranks), drawn_ids(K, size, 6)
+    mesh, ids = mesh_of(kind, sp=ranks), drawn_ids(K, size, 6 if ranks < 8 else bits.FEW + 1)
     options: dict[str, Any] = {"causal": ranks != 3, "sliding_window": None if ranks < 4 else (30, None)}
 
     def ring(q: Any, k: Any, v: Any, ids: Any) -> Any:

@@ -36,9 +36,14 @@ def as_rows(block: Block) -> Block:
     return dataclasses.replace(others, bits=block.bits)
 
 
+def rows_of_a_query(block: Block) -> int:
+    """How many rows of the block share a row of `bits`: as many as a group has heads after `as_rows`, else 1."""
+    return 1 if block.bits is None else block.q_length // block.bits.shape[2]
+
+
 def query_of_each_row(block: Block) -> tuple[Block, int]:
     """The block with one query for each row of `bits`, for lists of tiles; and how many rows of `block` share one."""
-    share = 1 if block.bits is None else block.q_length // block.bits.shape[2]
+    share = rows_of_a_query(block)
     if share > 1:
         block = block.map_queries(lambda x, axis: jax.lax.slice_in_dim(x, 0, None, share, axis))
     return block, share
