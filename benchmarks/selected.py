@@ -2,10 +2,10 @@
 """How fast attention to chosen blocks is on one GPU, beside dense causal attention, and whether it is right there.
 
 The default shape is that of MiniMax-M3: 64 query heads and 4 key heads of 128, and 16 blocks of 128 keys for each query
-and key head. Choices are independent of each other (the worst case), of the newest blocks (the best), or those in a
-file of NumPy's that `--choices` names: int32 `[T, groups, n]`, as `examples/train_selected.py` writes it. `--check`
-compares outputs and gradients with the XLA backend in float32, for many shapes, in place of times. `--together` only
-counts the blocks that neighbouring queries choose together, as a table; it needs no GPU.
+and key head. Choices are independent of each other (the worst case), of the newest blocks (the best), or those of each
+layer in a file of NumPy's that `--choices` names: int32 `[T, layers * groups, n]`, as `examples/train_selected.py`
+writes it. `--check` compares outputs and gradients with the XLA backend in float32, for many shapes, in place of times.
+`--together` only counts the blocks that neighbouring queries choose together, as a table; it needs no GPU.
 """
 
 import argparse
@@ -92,7 +92,9 @@ def chosen(arguments: argparse.Namespace, tokens: int) -> dict[str, np.ndarray]:
         name: choose(tokens, arguments.groups, arguments.count, arguments.size) for name, choose in CHOICES.items()
     }
     if arguments.choices:
-        found["of the file"] = np.load(arguments.choices)[:tokens]
+        of_layers = np.load(arguments.choices)[:tokens]
+        layers = max(of_layers.shape[1] // arguments.groups, 1)
+        found |= {f"of layer {n}": ids for n, ids in enumerate(np.split(of_layers, layers, 1))}
     if arguments.every:
         every = np.arange(tokens // arguments.size, dtype=np.int32)
         found[EVERY] = np.broadcast_to(every, (tokens, arguments.groups, every.size))
@@ -219,7 +221,7 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--size", type=int, default=128, help="the keys of a block")
     parser.add_argument("--count", type=int, default=16, help="the blocks that a query chooses")
-    parser.add_argument("--choices", help="a .npy file of ids [T, groups, n], such as those of a trained indexer")
+    parser.add_argument("--choices", help="a .npy file of ids [T, layers * groups, n]")
     parser.add_argument("--every", action="store_true", help="time a choice of all blocks, too")
     parser.add_argument("--parts", nargs="+", default=["forward", "forward+backward"])
     parser.add_argument("--target", type=float, default=0.3, help="the wanted share of the dense call's time")
