@@ -10,12 +10,14 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 import gc
 import logging
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import pytest
+from jax._src.lru_cache import LRUCache
 
 # JAX makes millions of small objects while it traces. With the default thresholds, (700, 10, 10), the search for
 # garbage takes 7% of the CPU time of these tests; with these, 1.5%.
@@ -24,6 +26,22 @@ gc.set_threshold(20_000, 20, 20)
 # No module of ours may be imported here: core's conftest installs a hook for the import of some of them.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def keep_whole(self: LRUCache, key: str, value: bytes) -> None:
+    """Keeps a compiled program for other processes, as `LRUCache.put` does without a limit of size.
+
+    JAX's own function lets another worker read a file that is half written.
+    """
+    path = Path(self.path, f"{key}-cache")
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(value)
+        Path(file.name).replace(path)
+
+
+if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAttributeAccessIssue]
+    LRUCache.put = keep_whole
 
 
 @pytest.fixture
