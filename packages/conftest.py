@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import ctypes
 import gc
 import logging
 import sys
@@ -42,6 +43,22 @@ def keep_whole(self: LRUCache, key: str, value: bytes) -> None:
 
 if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAttributeAccessIssue]
     LRUCache.put = keep_whole
+
+
+MOST_MEGABYTES = 1200
+"""How large a worker may become before it forgets its compiled programs: a machine of 4 GB has to hold one."""
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """After a test, if this process has become large. What later tests share with earlier ones is compiled again."""
+    yield
+    pages = Path("/proc/self/statm")
+    if pages.is_file() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_MEGABYTES * 1e6:
+        jax.clear_caches()
+        gc.collect()
+        # Without this glibc keeps most of what is now free.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 @pytest.fixture
