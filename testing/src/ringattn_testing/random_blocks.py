@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core.config import BwdParams, FwdParams
@@ -65,7 +66,7 @@ def seeing(
     """
     q, kv = Coordinates(block.q_positions, block.q_index), Coordinates(block.kv_positions, block.kv_index)
     reach = Reach(causal, *(sliding_window or (None, None)), chunk_size)
-    natural = all(x is y or bool((x == y).all()) for x, y in (q, kv))
+    natural = all(x is y or bool((np.asarray(x) == np.asarray(y)).all()) for x, y in (q, kv))
     built = Built(masks, mask_of_head or (0,) * block.q.shape[2])
     given = Interval(*(None if kv_range is None else jnp.asarray(end, jnp.int32) for end in kv_range or (None, None)))
     sees = intervals(reach, built, given, q, block.head_index, natural)
@@ -73,14 +74,18 @@ def seeing(
     of_masks = bits.of_masks(sees.masks, of_head, None if mask is None else jnp.asarray(mask), q, kv)
     chosen = None
     if selected is not None:
-        ids = jnp.swapaxes(jnp.asarray(selected, jnp.int32), 1, 2)
-        chosen = bits.Bits(bits.of_numbers(ids, -(-block.kv_length // selected_size)), None, selected_size)
+        ids = np.swapaxes(np.asarray(selected, np.int32), 1, 2)
+        chosen = bits.Bits(_bits_of_numbers(ids, -(-block.kv_length // selected_size)), None, selected_size)
     seen = bits.both(of_masks, chosen, block.q.shape[2], block.kv_length)
     words, bits_of_head, grain = (None, None, 1) if seen is None else seen
     return dataclasses.replace(
         block, first=sees.first, last=sees.last, bits=words, bits_of_head=bits_of_head, grain=grain, reach=reach,
         monotone=natural and sees.monotone,
     )  # fmt: skip
+
+
+_bits_of_numbers = jax.jit(bits.of_numbers, static_argnums=1)
+"""One program; called as it is, `of_numbers` would compile a program for each of its operations."""
 
 
 def random_ids(batch: int, length: int) -> np.ndarray:
