@@ -27,7 +27,11 @@ KEYS: Final = 128
 TILES: Final = 2
 """The most tiles of keys of a program of `_measure` and `_differentiate`."""
 WARPS: Final = 8
+"""Of `_measure` and `_differentiate`, as `STAGES`."""
 STAGES: Final = 3
+WARPS_OF_GRADIENTS: Final = 8
+"""Of `_of_queries` and `_of_keys`, as `STAGES_OF_GRADIENTS`."""
+STAGES_OF_GRADIENTS: Final = 2
 MOST_SCORES: Final = 2**26
 """The most gradients by index scores of a launch, or as many as 8 queries have: 256 MiB."""
 SPAN: Final = 4096
@@ -248,7 +252,8 @@ def gradients_of(
             ),
             (((rows, heads, tokens), jnp.float32), (None, None, QUERIES), lambda tile, _, head, row: (row, head, tile)),
         ],
-        WARPS,
+        WARPS_OF_GRADIENTS,
+        STAGES_OF_GRADIENTS,
     )
     (dkey,) = launch(
         functools.partial(_of_keys, activation=shared.activation),
@@ -261,7 +266,8 @@ def gradients_of(
                 lambda tile, _, head, row: (row, head, tile, 0),
             )
         ],
-        WARPS,
+        WARPS_OF_GRADIENTS,
+        STAGES_OF_GRADIENTS,
     )
     dkey = dkey.reshape(rows, index_keys, -1, span, dim).sum(2)
     return dquery[:, :length], jnp.swapaxes(dweights, 1, 2)[:, :length], jnp.swapaxes(dkey, 1, 2)[:, :keys]
