@@ -49,7 +49,7 @@ class Sums(NamedTuple):
 
         return Sums(
             largest,
-            sum(x.indexed * jnp.exp(x.largest - finite) for x in (self, new)),
+            self.indexed * jnp.exp(self.largest - finite) + new.indexed * jnp.exp(new.largest - finite),
             self.weight + new.weight,
             self.logarithm + new.logarithm,
             product(self) + product(new),

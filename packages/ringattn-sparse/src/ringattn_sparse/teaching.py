@@ -292,12 +292,10 @@ class Differentiate(Lesson):
 
     def gradients(self, queries: Any, index_key: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The gradients of index queries and weights of a tile, and those of a tile of index keys, in float32."""
-        index_lse, total, weights = (
-            x if x is None else jnp.swapaxes(x, 1, 2) for x in (queries[n] for n in ("index_lse", "weight", "weights"))
-        )
-        dscores = self.of_heads(
-            of_scores(pairs.seen, pairs.scores, pairs.weight, index_lse, total), pairs.products.shape[1]
-        )
+        index_lse, total = (jnp.swapaxes(queries[name], 1, 2) for name in ("index_lse", "weight"))
+        weights = None if queries["weights"] is None else jnp.swapaxes(queries["weights"], 1, 2)
+        dscores = of_scores(pairs.seen, pairs.scores, pairs.weight, index_lse, total)
+        dscores = self.of_heads(dscores, pairs.products.shape[1])
         q, k = queries["index_query"], flat(index_key)
         dproducts, dweights = of_products(self.activation, pairs.products, dscores, weights, q.dtype)
         dproducts = dproducts.reshape(q.shape[0], k.shape[2], -1, *dproducts.shape[2:])

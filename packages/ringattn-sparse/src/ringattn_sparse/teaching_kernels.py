@@ -56,12 +56,12 @@ class Shared(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The tiles in which some query sees some key: for each tile of one side, `count` tiles of the other, listed first
+    """The tiles in which some query sees some key: for each tile of one side, `number` tiles of the other, listed first
     in `order`.
     """
 
     order: jax.Array
-    count: jax.Array
+    number: jax.Array
 
     @classmethod
     def of(cls, some: Bool[Array, "b c mine other"]) -> "Live":
@@ -102,9 +102,10 @@ class Pairs(NamedTuple):
         index_query, weights, query, lse = (
             padded(queries[name], QUERIES) for name in ("index_query", "weights", "query", "lse")
         )
-        weights, lse = (x if x is None else jnp.swapaxes(x, 1, 2) for x in (weights, lse))
+        weights = weights if weights is None else jnp.swapaxes(weights, 1, 2)
+        lse = jnp.swapaxes(lse, 1, 2) * math.log2(math.e)
         seen = padded(padded(seen, QUERIES, axis=2), KEYS, axis=3).astype(jnp.int8)
-        lse = lse * math.log2(math.e)
+        seen = jax.lax.optimization_barrier(seen)  # XLA would reduce a constant mask when it compiles, for minutes
         return cls(index_query, weights, query, lse, padded(index_key, KEYS), padded(key, KEYS), seen)
 
     def operands(self, groups: int) -> list[Any]:
