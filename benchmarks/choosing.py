@@ -2,8 +2,8 @@
 """How fast `select` and `teach` are on one GPU, beside dense causal attention, and whether they are right there.
 
 The default shape is that of MiniMax-M3: attention has 64 query heads and 4 key heads of 128, the indexer 8 heads of 128
-and one key; each query and group chooses 16 blocks of 128 keys. `teach` is timed with its gradients, at the shortest
-length. `--check` compares choices and losses with those of the same numbers in float32, for which there is no kernel.
+and one key; each query and group chooses 16 blocks of 128 keys. `teach` is timed with its gradients. `--check` compares
+choices, losses and gradients with those of the same numbers in float32, for which there is no kernel.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def compiled(function: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
 
 
 def measured(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float]]:
-    """The times of the dense call and of the choices at each length, and those of `teach` at the shortest."""
+    """The times of the dense call, of the choices and of `teach` at each length."""
     raw: dict[str, float] = {}
     claims = []
     for tokens in arguments.tokens:
@@ -48,7 +48,7 @@ def measured(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, floa
         for groups in arguments.groups:
             choose = functools.partial(select, groups=groups, **select_options(arguments))
             candidates[f"select, {groups} groups"] = compiled(choose, *indexer)
-        if tokens == min(arguments.tokens) and not arguments.no_teach:
+        if not arguments.no_teach:
             candidates |= teach_calls(arguments, indexer, attention, chosen(arguments, indexer))
         seconds = medians(candidates, arguments.rounds, ON_A_DEVICE)
         raw |= {f"ms, {name} at {tokens}": 1e3 * x for name, x in seconds.items()}
@@ -150,31 +150,98 @@ CHECKED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """A call of `teach` that is compared with that of the same numbers in float32."""
+
+    tokens: int = 1024
+    heads: int = 16
+    kv_heads: int = 4
+    head_size: int = 128
+    index_heads: int = 8
+    index_size: int = 128
+    index_keys: int = 0
+    """So many index keys, one for each group; 0 for one that all share."""
+    groups: int = 4
+    dtype: str = "bfloat16"
+    count: int = 0
+    """So many blocks that each query has chosen; 0 for all keys."""
+    size: int = 128
+    options: tuple[tuple[str, Any], ...] = (("causal", True),)
+    weights: bool = True
+
+    def errors(self) -> dict[str, float]:
+        """The relative error of the loss, and the RMS error of each gradient over its RMS."""
+        attention = Shape(1, self.tokens, self.heads, self.kv_heads, self.head_size, dtype=self.dtype).arrays()[:3]
+        indexer = index_arrays(self.tokens, self.index_heads, self.index_size, self.dtype)
+        if self.index_keys:
+            shape = 1, self.tokens, self.index_keys, self.index_size
+            indexer[1] = jax.random.normal(jax.random.key(9), shape, self.dtype)
+        indexer[0] = indexer[0] / self.index_size**0.5
+        options = dict(self.options)
+        seen = {name: options[name] for name in ("causal", "q_segment_ids", "logits_soft_cap") if name in options}
+        _, lse = jax.jit(ours(return_lse=True, backend="xla", **seen))(*attention)
+        if self.count:
+            blocks = -(-self.tokens // self.size)
+            shape = 1, self.tokens, self.groups, self.count
+            options["selected"] = jax.random.randint(jax.random.key(3), shape, -1, blocks)
+            options["selected_size"] = self.size
+
+        def loss(indexer: Any, query: Any, key: Any) -> jax.Array:
+            index_query, index_key, weights = indexer
+            weights = weights if self.weights else None
+            return teach(index_query, index_key, weights, query, key, lse, groups=self.groups, **options)
+
+        step, given = jax.jit(jax.value_and_grad(loss)), (indexer, *attention[:2])
+        results = [step(*given), step(*jax.tree.map(lambda x: x.astype(jnp.float32), given))]
+        (loss_got, got), (loss_right, right) = jax.tree.map(np.float64, results)
+        errors = {"loss": float(abs(loss_got / loss_right - 1))}
+        for name, dx, exact in zip(("index queries", "index keys", "weights"), got, right, strict=True):
+            errors[name] = float(np.sqrt(((dx - exact) ** 2).mean() / ((exact**2).mean() or 1.0)))
+        return errors
+
+
+TAUGHT = {
+    "one group": Lesson(groups=1),
+    "4 groups": Lesson(2048),
+    "a key for each group": Lesson(index_keys=4),
+    "8 groups of a key head each two": Lesson(groups=8),
+    "several launches": Lesson(12288, heads=4),
+    "not causal": Lesson(options=()),
+    "ragged": Lesson(1000),
+    "segments": Lesson(options=(("causal", True), ("q_segment_ids", documents(1024)))),
+    "chosen blocks of 128": Lesson(2048, count=4),
+    "chosen blocks of 48": Lesson(1056, count=4, size=48),
+    "chosen keys": Lesson(count=64, size=1),
+    "soft cap": Lesson(options=(("causal", True), ("logits_soft_cap", 5.0))),
+    "no weights": Lesson(weights=False),
+    "no activation": Lesson(options=(("causal", True), ("activation", None))),
+    "heads of 64": Lesson(head_size=64, index_size=64),
+    "heads of 16 and 32": Lesson(head_size=16, index_size=32),
+    "one head a group": Lesson(heads=8, groups=8),
+    "float16": Lesson(dtype="float16"),
+}
+
+
 def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float]]:
-    """The choices in `CHECKED` whose name contains the text of `--only`, and the losses of `teach`."""
+    """The choices in `CHECKED` and the lessons in `TAUGHT` whose name contains the text of `--only`."""
     claims = []
-    for name, call in CHECKED.items():
+    for name, call in {f"select, {name}": call for name, call in CHECKED.items()}.items():
         if arguments.only in name:
             shares = {"integers": call.share_that_differs(True), "normal numbers": call.share_that_differs(False)}
             print(json.dumps({name: shares}), flush=True)
             claims.append(Claim(f"{name}: ids of integers that differ", shares["integers"], "<=", 0))
             claims.append(Claim(f"{name}: ids of normal numbers that differ", shares["normal numbers"], "<=", 1e-3))
-    return claims + (losses(arguments) if arguments.only in "teach" else []), {}
-
-
-def losses(arguments: argparse.Namespace) -> list[Claim]:
-    """The loss of `teach` for bfloat16, compared with that of the same numbers in float32, over the same blocks."""
-    tokens, by_dtype = 2048, []
-    attention = Shape(1, tokens, arguments.heads, arguments.kv_heads, arguments.head_size).arrays()[:3]
-    indexer = index_arrays(tokens, arguments.index_heads, arguments.head_size, jnp.bfloat16)
-    ids = chosen(arguments, indexer)
-    for dtype in (jnp.bfloat16, jnp.float32):
-        cast = jax.tree.map(lambda x: x.astype(dtype), (indexer, attention))  # noqa: B023
-        by_dtype.append(
-            {name: float(call()[0]) for name, call in teach_calls(arguments, cast[0], cast[1], ids).items()}
-        )
-    errors = {name: abs(by_dtype[0][name] / right - 1) for name, right in by_dtype[1].items()}
-    return [Claim(f"{name}: relative error of the loss", error, "<=", 1e-2) for name, error in errors.items()]
+    for name, lesson in {f"teach, {name}": lesson for name, lesson in TAUGHT.items()}.items():
+        if arguments.only in name:
+            errors = lesson.errors()
+            print(json.dumps({name: errors}), flush=True)
+            claims += [
+                Claim(f"{name}: error of the {of}", error, "<=", 1e-4 if of == "loss" else 1e-2)
+                for of, error in errors.items()
+                if lesson.weights or of != "weights"
+            ]
+    return claims, {}
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, to_layout
-from ringattn_sparse import kernels, select, tiles
+from ringattn_sparse import launch, select, tiles
+from ringattn_sparse import selection_kernels as kernels
 from ringattn_sparse.scores import relu
 from ringattn_testing.choosing import chosen
 from ringattn_testing.rings import RINGS, mesh_of
@@ -23,7 +24,7 @@ B, T = 2, 96
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "INTERPRET", True)
+    monkeypatch.setattr(launch, "INTERPRET", True)
     jax.clear_caches()  # they have the programs of calls without kernels
     yield
     jax.clear_caches()
@@ -133,13 +134,13 @@ def test_other_calls_have_no_kernel(changes: dict[str, Any]) -> None:
 def test_nvidia_gpus_before_ampere_have_no_kernel(
     capability: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_capability", lambda: capability)
+    monkeypatch.setattr(launch, "capability", lambda: capability)
     program = jax.make_jaxpr(lambda *x: select(*x, count=2, size=4))(*drawn(1))
     assert ("pallas_call" in str(program)) == kernel
 
 
 def test_an_amd_gpu_has_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its capability is no number."""
-    monkeypatch.setattr(kernels, "_capability", lambda: "gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(launch, "capability", lambda: "gfx942:sramecc+:xnack-")
     arrays, options = drawn(2), {"count": 4, "size": 4}
     np.testing.assert_array_equal(select(*arrays, **options), chosen(*arrays, **options))

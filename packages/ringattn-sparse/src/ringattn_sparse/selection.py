@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from ringattn_core import ring_loop
 from ringattn_core.errors import InputError
 
-from . import kernels, tiles
+from . import launch, tiles
+from . import selection_kernels as kernels
 from .arguments import Blocks, Names, flag, function, index_arrays, whole
 from .scores import (
     FLOAT32,
@@ -165,7 +166,7 @@ class Choice:
         if not kernels.fit(query, blocks.size, self.size, self.count, self.pool, self.activation):
             return plain()
         of_launches = tiles.Cut.of(length, max(tiles.MOST_PRODUCTS // kept, kernels.QUERIES))
-        return kernels.on_cuda(over(of_launches, by_kernels), plain)
+        return launch.on_cuda(over(of_launches, by_kernels), plain)
 
     def scores(self, queries: Any, keys: Any, blocks: Int32[Array, " n"]) -> Float32[Array, "B G t n"]:
         """The scores of some blocks for some queries; -inf for blocks of which the query sees no key."""

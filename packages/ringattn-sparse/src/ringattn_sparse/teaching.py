@@ -28,8 +28,11 @@ from ringattn_core import ring_loop
 from ringattn_core.contract.varying import align, axes_of
 from ringattn_core.errors import InputError
 
+from . import teaching_kernels as kernels
 from . import tiles
 from .arguments import Blocks, Names, flag, floats, function, index_arrays, integers, ranks_here, refuse_undivided
+from .divergence import Sums, of_products, of_scores
+from .launch import on_cuda
 from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
 
@@ -117,34 +120,6 @@ def teach(
     return total / jnp.maximum(count, 1.0)
 
 
-class Sums(NamedTuple):
-    """For each query and group, the sums over the keys so far from which the loss follows."""
-
-    largest: Float32[Array, "B T G"]
-    """The largest index score; -inf before the first key."""
-    indexed: Float32[Array, "B T G"]
-    """`Σ exp(I - largest)`."""
-    weight: Float32[Array, "B T G"]
-    """`Z = Σ P`."""
-    logarithm: Float32[Array, "B T G"]
-    """`Σ P ln P`."""
-    product: Float32[Array, "B T G"]
-    """`Σ P (I - largest)`."""
-
-    @property
-    def index_lse(self) -> Float32[Array, "B T G"]:
-        """`ln Σ exp(I)`; 0 for a query that sees no key."""
-        return jnp.where(self.indexed == 0, 0.0, self.largest + jnp.log(self.indexed))
-
-    @property
-    def divergences(self) -> Float32[Array, "B T G"]:
-        """The loss of each query and group; 0 where no key has a weight."""
-        some = self.weight != 0
-        weight, indexed = (jnp.where(some, x, 1.0) for x in (self.weight, self.indexed))
-        found = (self.logarithm - self.product) / weight - jnp.log(weight) + jnp.log(indexed)
-        return jnp.where(some, found, 0.0)
-
-
 class Pairs(NamedTuple):
     """A tile of queries and keys."""
 
@@ -170,13 +145,26 @@ class Lesson:
     dtype: str
     """Of the index queries and keys."""
 
-    def tiled(self, own: Any, theirs: Any) -> tuple[Any, tiles.Cut, Any, tiles.Cut]:
+    def __call__(self, own: Any, theirs: Any, so_far: Any) -> Any:
+        """By kernels in programs for NVIDIA GPUs, if they take the call; else by plain JAX."""
+        plain, by_kernels = (functools.partial(self.hop, own, theirs, so_far, x) for x in (False, True))
+        (_, key, _), queries = next(iter(theirs.arrays.values())), own.arrays
+        like = jax.eval_shape(flat, key)
+        fit = kernels.fit(queries["index_query"], queries["query"], like, self.groups, self.activation)
+        return on_cuda(by_kernels, plain) if fit else plain()
+
+    def hop(self, own: Any, theirs: Any, so_far: Any, by_kernels: bool) -> Any:
+        raise NotImplementedError
+
+    def tiled(self, own: Any, theirs: Any, by_kernels: bool) -> tuple[Any, tiles.Cut, Any, tiles.Cut]:
         """The tiles of queries and of keys, stacked, each with how they are cut."""
         queries, blocks = dict(own.arrays) | {"index": own.index[None]}, theirs.index
         batch, length, heads, _ = queries["query"].shape
         choices = 0 if queries["selected"] is None else queries["selected"].shape[2]
-        heads = batch * max(heads, queries["index_query"].shape[2])
-        of_queries, of_keys = tiles.cuts(length, blocks.size, self.size, heads, batch * choices * (blocks.size + 1))
+        heads = batch * (self.groups if by_kernels else max(heads, queries["index_query"].shape[2]))
+        limits = (kernels.MOST_SCORES, kernels.SPAN) if by_kernels else (tiles.MOST_PRODUCTS, tiles.KEYS)
+        kept = batch * choices * (blocks.size + 1)
+        of_queries, of_keys = tiles.cuts(length, blocks.size, self.size, heads, kept, limits)
         (arrays,) = theirs.arrays.values()
         keys = of_keys.split(arrays), of_keys.split(blocks[None], -1)[:, 0]
         return of_queries.split(queries), of_queries, keys, of_keys
@@ -200,16 +188,18 @@ class Lesson:
             found = near.any() if found is None else found & near.any()
         return found
 
+    def seen(self, queries: Any, keys: Any, chosen: jax.Array | None) -> Bool[Array, "b c t s"]:
+        """Which keys of a tile each query of a tile sees and has chosen."""
+        (_, _, kv_ids), blocks = keys
+        each = indices_of_blocks(blocks, self.size)
+        seen = visible(self.causal, queries["index"][0], each, queries["q_segment_ids"], flat(kv_ids))
+        return seen if chosen is None else seen & jnp.repeat(jnp.moveaxis(chosen, 1, 3), self.size, 3)
+
     def pairs(self, queries: Any, keys: Any, chosen: jax.Array | None) -> Pairs:
         """The pairs of a tile of queries and a tile of keys."""
-        (index_key, key, kv_ids), blocks = keys
-        index_key, key, kv_ids = (flat(x) for x in (index_key, key, kv_ids))
-        each = indices_of_blocks(blocks, self.size)
-        seen = visible(self.causal, queries["index"][0], each, queries["q_segment_ids"], kv_ids)
-        if chosen is not None:
-            seen = seen & jnp.repeat(jnp.moveaxis(chosen, 1, 3), self.size, 3)
+        index_key, key = (flat(x) for x in keys[0][:2])
         x = products(queries["index_query"], index_key)
-        seen = jnp.broadcast_to(seen, (x.shape[0], self.groups, *x.shape[2:]))
+        seen = jnp.broadcast_to(self.seen(queries, keys, chosen), (x.shape[0], self.groups, *x.shape[2:]))
         x = jnp.where(self.of_heads(seen, x.shape[1]), x, 0.0)
         scores = summed(activated(self.activation, x), queries["weights"], self.groups)
         s = products(queries["query"], key) * self.scale
@@ -217,6 +207,12 @@ class Lesson:
         lse = jnp.swapaxes(queries["lse"], 1, 2)[..., None]
         s = jnp.where(self.of_heads(seen, s.shape[1]) & (lse != -jnp.inf), s - lse, -jnp.inf)
         return Pairs(seen, x, jnp.where(seen, scores, 0.0), summed(jnp.exp(s), None, self.groups))
+
+    def by_kernels(self, compute: Any, queries: Any, keys: Any, chosen: jax.Array | None) -> Any:
+        """What a function of `teaching_kernels` computes for a tile of queries and a tile of keys."""
+        index_key, key = (flat(x) for x in keys[0][:2])
+        shared = kernels.Shared(self.groups, self.scale, self.cap, self.activation)
+        return compute(queries, index_key, key, self.seen(queries, keys, chosen), shared)
 
     def of_heads(self, x: jax.Array, heads: int) -> jax.Array:
         """`x`, of each group, repeated for the heads of the group."""
@@ -226,11 +222,19 @@ class Lesson:
 class Measure(Lesson):
     """The body of the first round."""
 
-    def __call__(self, own: Any, theirs: Any, sums: Sums | None) -> Sums:
-        queries, of_queries, keys, of_keys = self.tiled(own, theirs)
-        if sums is None:
+    def hop(self, own: Any, theirs: Any, so_far: Sums | None, by_kernels: bool) -> Sums:
+        queries, of_queries, keys, of_keys = self.tiled(own, theirs, by_kernels)
+        if so_far is None:
             zeros = jnp.zeros_like(own.arrays["lse"][..., : self.groups])
-            sums = align(Sums(zeros - jnp.inf, zeros, zeros, zeros, zeros), axes_of(own.index))
+            so_far = align(Sums.of_none(zeros), axes_of(own.index))
+
+        def sums_of(queries: Any, keys: Any, chosen: Any) -> Sums:
+            if by_kernels:
+                sums = self.by_kernels(kernels.sums_of, queries, keys, chosen)
+            else:
+                pairs = self.pairs(queries, keys, chosen)
+                sums = Sums.of(pairs.seen, pairs.scores, pairs.weight)
+            return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), sums)
 
         def continued(tile: Any) -> Sums:
             queries, sums = tile
@@ -238,31 +242,12 @@ class Measure(Lesson):
             def step(sums: Sums, keys_and_chosen: Any) -> tuple[Sums, None]:
                 keys, chosen = keys_and_chosen
                 some = self.some(queries, keys[1], chosen)
-                return tiles.where_any(some, lambda: self.added(sums, self.pairs(queries, keys, chosen)), sums), None
+                return tiles.where_any(some, lambda: sums.merged(sums_of(queries, keys, chosen)), sums), None
 
             return jax.lax.scan(step, sums, (keys, self.chosen(queries, theirs, of_keys)))[0]
 
-        parts = jax.lax.map(continued, (queries, of_queries.split(sums)))
+        parts = jax.lax.map(continued, (queries, of_queries.split(so_far)))
         return of_queries.joined(parts, own.index.size)
-
-    def added(self, sums: Sums, pairs: Pairs) -> Sums:
-        """The sums with the keys of a tile."""
-
-        def total(x: jax.Array) -> jax.Array:
-            return jnp.swapaxes(x.sum(-1), 1, 2)
-
-        scores = jnp.where(pairs.seen, pairs.scores, -jnp.inf)
-        largest = jnp.maximum(sums.largest, jnp.swapaxes(scores.max(-1), 1, 2))
-        finite, before = (jnp.where(x == -jnp.inf, 0.0, x) for x in (largest, sums.largest))
-        of_keys, weight = jnp.swapaxes(finite, 1, 2)[..., None], pairs.weight
-        logarithm = jnp.where(weight > 0, weight * jnp.log(jnp.where(weight > 0, weight, 1.0)), 0.0)
-        return Sums(
-            largest,
-            sums.indexed * jnp.exp(sums.largest - finite) + total(jnp.exp(scores - of_keys)),
-            sums.weight + total(weight),
-            sums.logarithm + total(logarithm),
-            sums.product + sums.weight * (before - finite) + total(weight * (pairs.scores - of_keys)),
-        )
 
 
 class OfQueries(NamedTuple):
@@ -275,17 +260,23 @@ class OfQueries(NamedTuple):
 class Differentiate(Lesson):
     """The body of the second round; `own` has `index_lse` and `weight` (`Sums`) too. It sends home `dik`."""
 
-    def __call__(self, own: Any, theirs: Any, so_far: OfQueries | None) -> tuple[OfQueries, Any]:
-        queries, of_queries, keys, of_keys = self.tiled(own, theirs)
+    def hop(self, own: Any, theirs: Any, so_far: OfQueries | None, by_kernels: bool) -> tuple[OfQueries, Any]:
+        queries, of_queries, keys, of_keys = self.tiled(own, theirs, by_kernels)
+
+        def gradients(queries: Any, keys: Any, chosen: Any) -> tuple[OfQueries, jax.Array]:
+            index_key = keys[0][0]
+            if by_kernels:
+                dquery, dweights, dkey = self.by_kernels(kernels.gradients_of, queries, keys, chosen)
+            else:
+                dquery, dweights, dkey = self.gradients(queries, index_key, self.pairs(queries, keys, chosen))
+            return OfQueries(dquery, None if queries["weights"] is None else dweights), dkey.reshape(index_key.shape)
 
         def continued(dkeys: jax.Array, queries: Any) -> tuple[jax.Array, OfQueries]:
             def step(sums: OfQueries, keys_and_chosen: Any) -> tuple[OfQueries, jax.Array]:
                 keys, chosen = keys_and_chosen
                 nothing = jax.tree.map(jnp.zeros_like, sums), jnp.zeros_like(keys[0][0], jnp.float32)
                 some = self.some(queries, keys[1], chosen)
-                new, dkey = tiles.where_any(
-                    some, lambda: self.gradients(queries, keys[0][0], self.pairs(queries, keys, chosen)), nothing
-                )
+                new, dkey = tiles.where_any(some, lambda: gradients(queries, keys, chosen), nothing)
                 return jax.tree.map(jnp.add, sums, new), dkey
 
             start = OfQueries(queries["index_query"], queries["weights"])
@@ -299,25 +290,18 @@ class Differentiate(Lesson):
         found = new if so_far is None else jax.tree.map(jnp.add, so_far, new)
         return found, of_keys.joined(dkeys, theirs.index.size)
 
-    def gradients(self, queries: Any, index_key: jax.Array, pairs: Pairs) -> tuple[OfQueries, jax.Array]:
-        """The gradients of a tile of queries, and those of a tile of index keys, in float32."""
-        index_lse, weight = (jnp.swapaxes(queries[name], 1, 2)[..., None] for name in ("index_lse", "weight"))
-        some = pairs.seen & (weight != 0)
-        dscores = jnp.where(some, jnp.exp(pairs.scores - index_lse) - pairs.weight / jnp.where(some, weight, 1.0), 0.0)
-        dsums, dweights = self.of_heads(dscores, pairs.products.shape[1]), None
-        active, pull = jax.vjp(functools.partial(activated, self.activation), pairs.products)
-        if queries["weights"] is not None:
-            dweights = jnp.swapaxes((dsums * active).sum(-1), 1, 2)
-            dsums = dsums * jnp.swapaxes(queries["weights"], 1, 2)[..., None]
-        (dproducts,) = pull(dsums)
+    def gradients(self, queries: Any, index_key: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradients of index queries and weights of a tile, and those of a tile of index keys, in float32."""
+        index_lse, total = (jnp.swapaxes(queries[name], 1, 2) for name in ("index_lse", "weight"))
+        weights = None if queries["weights"] is None else jnp.swapaxes(queries["weights"], 1, 2)
+        dscores = of_scores(pairs.seen, pairs.scores, pairs.weight, index_lse, total)
+        dscores = self.of_heads(dscores, pairs.products.shape[1])
         q, k = queries["index_query"], flat(index_key)
-        if q.dtype != jnp.float16:  # whose least number, 6e-8, is more than many keys have
-            dproducts = dproducts.astype(q.dtype)
+        dproducts, dweights = of_products(self.activation, pairs.products, dscores, weights, q.dtype)
         dproducts = dproducts.reshape(q.shape[0], k.shape[2], -1, *dproducts.shape[2:])
         dquery = product("bghts,bsgd->btghd", dproducts, k).reshape(q.shape)
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-        dkey = product("bghts,btghd->bsgd", dproducts, grouped).reshape(index_key.shape)
-        return OfQueries(dquery, dweights), dkey
+        return dquery, jnp.swapaxes(dweights, 1, 2), product("bghts,btghd->bsgd", dproducts, grouped)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

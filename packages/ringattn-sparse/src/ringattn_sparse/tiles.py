@@ -49,13 +49,17 @@ class Cut:
         return jax.tree.map(whole, tree)
 
 
-def cuts(queries: int, blocks: int, size: int, heads: int, kept: int = 0) -> tuple[Cut, Cut]:
+def cuts(
+    queries: int, blocks: int, size: int, heads: int, kept: int, limits: tuple[int, int] | None = None
+) -> tuple[Cut, Cut]:
     """The tiles of the queries and of the keys of a hop, these in blocks of `size`; `heads` counts batch rows too.
 
-    `kept` is the number of entries that are kept of each query while its tile meets all keys of the hop.
+    `kept` is the number of entries that are kept of each query while its tile meets all keys of the hop. `limits` takes
+    the place of `MOST_PRODUCTS` and `KEYS`.
     """
-    of_keys = Cut.of(blocks, KEYS // size)
-    return Cut.of(queries, max(MOST_PRODUCTS // max(heads * of_keys.size * size, kept), 8)), of_keys
+    most, keys = limits or (MOST_PRODUCTS, KEYS)
+    of_keys = Cut.of(blocks, keys // size)
+    return Cut.of(queries, max(most // max(heads * of_keys.size * size, kept), 8)), of_keys
 
 
 def where_any(some: jax.Array | None, compute: Callable[[], Any], otherwise: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of `select` on NVIDIA GPUs: the scores of the blocks of a shard, and the best of these blocks.
 
-Pallas lowers them to the Triton that is part of JAX. The score of a key never leaves the registers of its program.
+The score of a key never leaves the registers of its program.
 """
 
 import functools
@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int32
-from ringattn_core.contract.varying import align, axes_of
 
-try:
-    from jax.experimental.pallas import triton
-except ImportError:  # JAX 0.11 and 0.12 deprecate the module
-    triton: Any = None
-
-from .scores import NO_INDEX, Activation, activated, indices_of_blocks, not_nan, relu
+from . import launch
+from .launch import padded
+from .scores import NO_INDEX, Activation, activated, indices_of_blocks, not_nan
 
 QUERIES: Final = 64
 """The queries of a program."""
@@ -29,16 +25,10 @@ TILES: Final = 32
 """The most tiles of keys of a program."""
 HELD: Final = 2**17
 """If the queries of a program have at most so many bytes, it loads them once, else once for each tile of keys."""
-BEFORE_AMPERE: Final = ("5.", "6.", "7.")
-"""How the compute capabilities of NVIDIA GPUs begin that have no kernels."""
 LARGE_MEMORY: Final = ("9.0", "10.0", "10.3")
 """The compute capabilities of the GPUs whose shared memory has room for `HELD`."""
 IN_REGISTERS: Final = 2**14
 """The most scores that a program of `_choose` holds."""
-WARPS: Final = 4
-STAGES: Final = 2
-INTERPRET = False
-"""Whether kernels are interpreted; set by tests on CPUs."""
 
 Ranked = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """A function of scores `[t, n]`, the indices of the queries and the ids of the blocks, which returns final scores."""
@@ -46,18 +36,10 @@ Ranked = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def fit(query: Any, blocks: int, size: int, count: int, pool: str, activation: Activation) -> bool:
     """Whether the kernels take a call: with 16-bit index heads of 16, 32, 64 or 128, a `size` that divides 128, at most
-    4,096 blocks a shard, a `count` up to 64, `pool="max"`, and `relu` or no activation. A JAX without Pallas's Triton
-    has no kernels, nor have GPUs before Ampere.
+    4,096 blocks a shard, a `count` up to 64, `pool="max"`, and `relu` or no activation.
     """
-    heads_fit = query.dtype.itemsize == 2 and query.shape[3] in (16, 32, 64, 128)
     blocks_fit = KEYS % size == 0 and blocks <= 4096 and count <= 64
-    has_kernels = triton is not None and not _capability().startswith(BEFORE_AMPERE)
-    return has_kernels and heads_fit and blocks_fit and pool == "max" and activation in (relu, None)
-
-
-def on_cuda(compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """`compute()` in programs for NVIDIA GPUs, and where kernels are interpreted; else `otherwise()`."""
-    return compute() if INTERPRET else jax.lax.platform_dependent(cuda=compute, default=otherwise)
+    return launch.fits(activation, query) and blocks_fit and pool == "max"
 
 
 def best_blocks(
@@ -81,56 +63,66 @@ def best_blocks(
     `NO_INDEX`. `blocks` ascend.
     """
     (rows, length, heads, dim), (size, key_heads) = query.shape, key.shape[2:4]
-    query, weights, q_ids, q_index = (_padded(x, QUERIES) for x in (query, weights, q_ids, q_index[None]))
-    key, kv_ids = (_padded(x if x is None else x.reshape(rows, -1, *x.shape[3:]), KEYS) for x in (key, kv_ids))
-    key_index = _padded(indices_of_blocks(blocks, size)[None], KEYS, NO_INDEX)
+    query, weights, q_ids, q_index = (padded(x, QUERIES) for x in (query, weights, q_ids, q_index[None]))
+    key, kv_ids = (padded(x if x is None else x.reshape(rows, -1, *x.shape[3:]), KEYS) for x in (key, kv_ids))
+    key_index = padded(indices_of_blocks(blocks, size)[None], KEYS, NO_INDEX)
     tokens, keys, of_group = query.shape[1], key.shape[1], heads // groups
     capacity = pl.next_power_of_2(keys // KEYS) * (KEYS // size)
-    blocks = _padded(blocks[None], capacity, NO_INDEX)
+    blocks = padded(blocks[None], capacity, NO_INDEX)
     limit = q_index if causal else jnp.full_like(q_index, NO_INDEX - 1)
     # How many tiles of keys a program sees. Keys ascend: who does not see the first key of a tile sees none of it.
     near = (key_index[:, ::KEYS] <= limit.reshape(-1, QUERIES).max(1)[:, None]).sum(1, dtype=jnp.int32)
     tiles, parts = tokens // QUERIES, pl.cdiv(capacity * size, TILES * KEYS)
-    (scores,) = _launch(
+    (scores,) = launch.launch(
         functools.partial(
             _score,
-            part_of=lambda program: program // tiles % parts,
             size=size,
-            held=of_group * QUERIES * dim * 2 <= HELD and _capability() in LARGE_MEMORY,
+            held=of_group * QUERIES * dim * 2 <= HELD and launch.capability() in LARGE_MEMORY,
             activation=activation,
             ranked=ranked,
         ),
         (tiles, parts, groups, rows),
         [
-            (query, (None, QUERIES, of_group, dim), lambda tile, group, row: (row, tile, group, 0)),
-            (weights, (None, QUERIES, of_group), lambda tile, group, row: (row, tile, group)),
-            (q_ids, (None, QUERIES), lambda tile, group, row: (row, tile)),
-            (q_index, (None, QUERIES), lambda tile, group, row: (0, tile)),
-            (limit, (None, QUERIES), lambda tile, group, row: (0, tile)),
-            (near, (1,), lambda tile, group, row: (tile,)),
-            (key, (None, keys, None, dim), lambda tile, group, row: (row, 0, group % key_heads, 0)),
-            (kv_ids, (None, keys), lambda tile, group, row: (row, 0)),
-            (key_index, (None, keys), lambda tile, group, row: (0, 0)),
-            (blocks, (None, capacity), lambda tile, group, row: (0, 0)),
+            (query, (None, QUERIES, of_group, dim), lambda tile, _, group, row: (row, tile, group, 0)),
+            (weights, (None, QUERIES, of_group), lambda tile, _, group, row: (row, tile, group)),
+            (q_ids, (None, QUERIES), lambda tile, _, group, row: (row, tile)),
+            (q_index, (None, QUERIES), lambda tile, _, group, row: (0, tile)),
+            (limit, (None, QUERIES), lambda tile, _, group, row: (0, tile)),
+            (near, (1,), lambda tile, _, group, row: (tile,)),
+            (key, (None, keys, None, dim), lambda tile, _, group, row: (row, 0, group % key_heads, 0)),
+            (kv_ids, (None, keys), lambda tile, _, group, row: (row, 0)),
+            (key_index, (None, keys), lambda tile, _, group, row: (0, 0)),
+            (blocks, (None, capacity), lambda tile, _, group, row: (0, 0)),
         ],
-        [((rows, groups, capacity, tokens), jnp.float32)],
+        [
+            (
+                ((rows, groups, capacity, tokens), jnp.float32),
+                (None, None, capacity, QUERIES),
+                lambda tile, _, group, row: (row, group, 0, tile),
+            )
+        ],
     )
     queries = min(IN_REGISTERS // capacity, QUERIES)
-    top, ids = _launch(
+    top, ids = launch.launch(
         functools.partial(_choose, count=count),
         (tokens // queries, 1, groups, rows),
         [
-            (scores, (None, None, capacity, queries), lambda tile, group, row: (row, group, 0, tile)),
-            (blocks, (None, capacity), lambda tile, group, row: (0, 0)),
+            (scores, (None, None, capacity, queries), lambda tile, _, group, row: (row, group, 0, tile)),
+            (blocks, (None, capacity), lambda tile, _, group, row: (0, 0)),
         ],
-        [((rows, groups, count, tokens), dtype) for dtype in (jnp.float32, jnp.int32)],
+        [
+            (
+                ((rows, groups, count, tokens), dtype),
+                (None, None, count, queries),
+                lambda tile, _, group, row: (row, group, 0, tile),
+            )
+            for dtype in (jnp.float32, jnp.int32)
+        ],
     )
     return jnp.moveaxis(top, 3, 1)[:, :length], jnp.moveaxis(ids, 3, 1)[:, :length]
 
 
-def _score(
-    *refs: Any, part_of: Callable[[Any], Any], size: int, held: bool, activation: Activation, ranked: Ranked
-) -> None:
+def _score(part: Any, *refs: Any, size: int, held: bool, activation: Activation, ranked: Ranked) -> None:
     """The scores `[blocks, QUERIES]` of `TILES` tiles of keys, for a group of index heads.
 
     `limit` is the last index that a query sees, and `near` the number of tiles that some query of the program sees.
@@ -170,14 +162,14 @@ def _score(
     def unseen(number: Any, _: None) -> None:
         out[pl.ds(number * of_tile, of_tile), :] = jnp.full((of_tile, QUERIES), -jnp.inf)
 
-    first = part_of(pl.program_id(0)) * TILES
+    first = part * TILES
     last = jnp.minimum(first + TILES, out.shape[0] // of_tile)
     until = jnp.clip(near[0], first, last)
     jax.lax.fori_loop(first, until, tile, None)
     jax.lax.fori_loop(until, last, unseen, None)
 
 
-def _choose(scores: Any, blocks: Any, top: Any, ids: Any, *, count: int) -> None:
+def _choose(_: Any, scores: Any, blocks: Any, top: Any, ids: Any, *, count: int) -> None:
     """The `count` highest of the scores `[blocks, queries]`, and their ids, `[count, queries]`."""
     blocks = blocks[...][:, None]
 
@@ -189,48 +181,3 @@ def _choose(scores: Any, blocks: Any, top: Any, ids: Any, *, count: int) -> None
         return jnp.where(blocks == chosen[None], -jnp.inf, x)
 
     jax.lax.fori_loop(0, count, one, scores[...])
-
-
-def _launch(kernel: Callable[..., None], grid: tuple[int, int, int, int], operands: Any, results: Any) -> Any:
-    """Runs a kernel for each tile of queries, part of the keys, group and batch row.
-
-    Operands are an array or `None`, its block, and the index of the block for a tile, group and row. Results have a
-    shape `[rows, groups, n, tokens]` and a dtype.
-    """
-    tiles, parts, groups, rows = grid
-
-    def spec(block: Any, index: Callable[..., Any]) -> pl.BlockSpec:
-        def of_program(program: Any) -> Any:
-            of_group = program // (tiles * parts)
-            return index(program % tiles, of_group % groups, of_group // groups)
-
-        return pl.BlockSpec(block, of_program)
-
-    arrays = [array for array, _, _ in operands]
-    arrays = align(arrays, axes_of(arrays))
-    varying = jax.typeof(arrays[0]).manual_axis_type
-    return pl.pallas_call(
-        kernel,
-        grid=(tiles * parts * groups * rows,),  # one axis: each `jax.vmap` adds one, and Triton takes three
-        in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
-        out_specs=[
-            spec((None, None, shape[2], shape[3] // tiles), lambda tile, group, row: (row, group, 0, tile))
-            for shape, _ in results
-        ],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in results],
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-        interpret=INTERPRET,
-    )(*arrays)
-
-
-def _padded(x: Any, multiple: int, fill: int = 0) -> Any:
-    """`[B, tokens, ...]` with tokens that hold `fill` at the end, so that `multiple` divides their number."""
-    if x is None or x.shape[1] % multiple == 0:
-        return x
-    padding = [(0, 0), (0, -x.shape[1] % multiple), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, padding, constant_values=fill)
-
-
-def _capability() -> str:
-    """The compute capability of the GPUs of this process, "gfx942" on an AMD GPU; "" if it has no GPU."""
-    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
