@@ -19,6 +19,7 @@ from .scores import Activation, relu
 
 BEFORE_AMPERE: Final = ("5.", "6.", "7.")
 """How the compute capabilities of NVIDIA GPUs begin that have no kernels."""
+WARPS: Final = 4
 INTERPRET = False
 """Whether kernels are interpreted; set by tests on CPUs."""
 
@@ -43,7 +44,6 @@ def launch(
     grid: tuple[int, int, int, int],
     operands: Any,
     results: Any,
-    warps: int = 4,
     stages: int = 2,
 ) -> Any:
     """Runs `kernel(part, *refs)` for each tile, part, group and batch row of the grid, with tiles fastest.
@@ -74,7 +74,7 @@ def launch(
         in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
         out_specs=[spec(block, index) for _, block, index in results],
         out_shape=[jax.ShapeDtypeStruct(*shaped, manual_axis_type=varying) for shaped, _, _ in results],
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=INTERPRET,
     )(*arrays)
 

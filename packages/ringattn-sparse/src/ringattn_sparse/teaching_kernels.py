@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of `teach` on NVIDIA GPUs: the sums of the loss of a tile, and its gradients.
 
-`_measure` and `_differentiate` keep the weights of the attention of 64 queries and 128 keys in registers, the sum over
-the heads of a group. The latter writes the gradients by the index scores, from which two smaller kernels compute those
-of the index queries and of the index keys.
+`_measure` and `_differentiate` keep the weights of the attention of a tile in registers, the sum over the heads of a
+group. The latter writes the gradients by the index scores, from which two smaller kernels compute those of the index
+queries and of the index keys.
 """
 
 import functools
@@ -22,16 +22,14 @@ from .scores import Activation, activated
 
 QUERIES: Final = 64
 """The queries of a tile of a program."""
-KEYS: Final = 128
+KEYS: Final = 64
 """The keys of a tile of a program."""
-TILES: Final = 2
+TILES: Final = 4
 """The most tiles of keys of a program of `_measure` and `_differentiate`."""
-WARPS: Final = 8
-"""Of `_measure` and `_differentiate`, as `STAGES`."""
 STAGES: Final = 3
-WARPS_OF_GRADIENTS: Final = 8
-"""Of `_of_queries` and `_of_keys`, as `STAGES_OF_GRADIENTS`."""
+"""Of `_measure` and `_differentiate`."""
 STAGES_OF_GRADIENTS: Final = 2
+"""Of `_of_queries` and `_of_keys`."""
 MOST_SCORES: Final = 2**26
 """The most gradients by index scores of a launch, or as many as 8 queries have: 256 MiB."""
 SPAN: Final = 4096
@@ -179,7 +177,6 @@ def sums_of(
             )
         ]
         * len(Sums._fields),
-        WARPS,
         STAGES,
     )
     return functools.reduce(Sums.merged, (Sums(*(x[:, :, part, :length] for x in found)) for part in range(parts)))
@@ -221,7 +218,6 @@ def gradients_of(
                 lambda tile, _, group, row: (row, group, tile, 0),
             )
         ],
-        WARPS,
         STAGES,
     )
 
@@ -253,7 +249,6 @@ def gradients_of(
             ),
             (((rows, heads, tokens), jnp.float32), (None, None, QUERIES), lambda tile, _, head, row: (row, head, tile)),
         ],
-        WARPS_OF_GRADIENTS,
         STAGES_OF_GRADIENTS,
     )
     (dkey,) = launch(
@@ -267,7 +262,6 @@ def gradients_of(
                 lambda tile, _, head, row: (row, head, tile, 0),
             )
         ],
-        WARPS_OF_GRADIENTS,
         STAGES_OF_GRADIENTS,
     )
     dkey = dkey.reshape(rows, index_keys, -1, span, dim).sum(2)
