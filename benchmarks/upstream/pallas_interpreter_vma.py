@@ -2,7 +2,8 @@
 """Whether Pallas interprets a kernel in `shard_map(check_vma=True)`.
 
 Compiled, a kernel knows nothing of the mesh. Interpreted, its operands vary over the axes of the mesh and its constants
-do not, for which JAX 0.10.2, 0.11.2 and 0.12.0.1 raise. So test_kernels.py of ringattn-sparse passes `check_vma=False`.
+do not, for which JAX 0.10.2, 0.11.2 and 0.12.0.1 raise. So tests of the kernels of ringattn-sparse pass
+`check_vma=False`.
 The exit status is 1 once that may go.
 """
 
