@@ -12,71 +12,10 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, ring_attention, to_layout
 from ringattn_core.errors import InputError, MeshError
 from ringattn_core.ring import plan
-from ringattn_sparse import select, teach, teaching_kernels, tiles
-from ringattn_testing.choosing import log_sum_exp, seen_pairs, sizes_in, taught
+from ringattn_sparse import launch, select, teach, teaching_kernels, tiles
+from ringattn_testing.choosing import sizes_in, taught
+from ringattn_testing.lessons import NAMES, B, T, close, drawn, graded, ids_of, segments, with_lse
 from ringattn_testing.rings import RINGS, mesh_of
-
-B, T, HEADS, D, N, K, H = 2, 48, 4, 8, 4, 2, 8
-NAMES = ("index_query", "index_key", "weights")
-
-
-def drawn(seed: int, *, keys: int = T, of_groups: int = 0, dtype: Any = jnp.float32, tokens: int = T) -> dict[str, Any]:
-    """Arrays of an indexer and of an attention, without its `lse`."""
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "index_query": (B, tokens, HEADS, D),
-        "index_key": (B, keys, *([of_groups] if of_groups else []), D),
-        "weights": (B, tokens, HEADS),
-        "query": (B, tokens, N, H),
-        "key": (B, keys, K, H),
-    }
-    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
-
-
-def segments(seed: int, tokens: int = T) -> np.ndarray:
-    """Documents of random lengths, and padding in the middle and at the end."""
-    ids = np.sort(np.random.default_rng(seed).integers(0, 4, (B, tokens)), 1).astype(np.int32)
-    ids[0, tokens // 2 : tokens // 2 + 3], ids[1, -5:] = -1, -1
-    return ids
-
-
-def ids_of(seed: int, choices: int, size: int, keys: int = T, tokens: int = T) -> np.ndarray:
-    """Ids at random, repeated ones and blocks after the query among them; some queries choose nothing."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(-1, -(-keys // size), (B, tokens, choices, 4)).astype(np.int32)
-    ids[:, ::7] = -1
-    return ids
-
-
-def with_lse(arrays: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arrays with the `lse` of attention to all keys that the options let a query see."""
-    ids = options.get("q_segment_ids")
-    seen = seen_pairs(arrays["query"].shape[1], arrays["key"].shape[1], options.get("causal", False), ids, ids)
-    scores = {name: options[name] for name in ("softmax_scale", "logits_soft_cap") if name in options}
-    lse = log_sum_exp(arrays["query"], arrays["key"], seen[:, None], **scores)
-    return arrays | {"lse": jnp.asarray(lse, jnp.float32)}
-
-
-def graded(teacher: Any, arrays: dict[str, Any]) -> Any:
-    """The loss and its gradients by the arrays of the indexer."""
-
-    def loss(learning: dict[str, Any], others: dict[str, Any]) -> Any:
-        return teacher(**learning, **others)
-
-    learning = {name: arrays[name] for name in NAMES}
-    others = {name: x for name, x in arrays.items() if name not in NAMES}
-    value, gradients = jax.jit(jax.value_and_grad(loss))(learning, others)
-    return value, [gradients[name] for name in NAMES if arrays[name] is not None]
-
-
-def close(got: Any, wanted: Any, atol: float = 2e-5) -> None:
-    """The loss is near, and each gradient up to `atol` of its largest entry."""
-    value, gradients = got
-    assert value.dtype == jnp.float32
-    np.testing.assert_allclose(value, wanted[0], rtol=atol, atol=atol)
-    for gradient, exact in zip(gradients, wanted[1], strict=False):
-        np.testing.assert_allclose(np.float64(gradient), exact, rtol=0, atol=atol * np.abs(exact).max())
-
 
 CASES: dict[int, dict[str, Any]] = {
     1: {"groups": 2, "softmax_scale": 0.7, "logits_soft_cap": 2.0},
@@ -129,7 +68,7 @@ def test_many_tiles_teach_as_one(by_choice: bool, monkeypatch: pytest.MonkeyPatc
     if by_choice:
         options |= {"selected": ids_of(1, 2, 4, tokens, tokens), "selected_size": 4}
     arrays = with_lse(drawn(1, keys=tokens, tokens=tokens), options)
-    monkeypatch.setattr(tiles, "MOST_PRODUCTS", B * N * 12 * 11)
+    monkeypatch.setattr(tiles, "MOST_PRODUCTS", B * 4 * 12 * 11)
     monkeypatch.setattr(tiles, "KEYS", 12)
     ring = {"mesh": mesh_of(sp=2), "axis_name": "sp"}
     close(graded(lambda **x: teach(**x, **options, **ring), arrays), taught(**arrays, **options))
@@ -252,7 +191,7 @@ def test_scores_of_any_finite_size_and_queries_without_a_key_give_finite_numbers
         return program({n: arrays[n] for n in NAMES}, {n: x for n, x in arrays.items() if n not in NAMES})
 
     far = arrays | {name: arrays[name] * 30 for name in ("query", "index_query")}
-    value, gradients = run(with_lse(far, {}) | {"weights": jnp.full((B, T, HEADS), 1e4)})
+    value, gradients = run(with_lse(far, {}) | {"weights": jnp.full((B, T, 4), 1e4)})
     assert np.isfinite(value) and all(np.isfinite(x).all() for x in gradients.values())
     value, gradients = run(arrays | {"selected": np.full_like(ids, -1)})
     assert value == 0 and not any(x.any() for x in gradients.values())
@@ -261,9 +200,15 @@ def test_scores_of_any_finite_size_and_queries_without_a_key_give_finite_numbers
         assert np.isnan(value), name
 
 
+@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("size", [None, 1, 16])
-def test_no_array_has_an_entry_for_each_query_and_key(size: int | None) -> None:
-    tokens = 2**16
+def test_no_array_has_an_entry_for_each_query_and_key(
+    size: int | None, by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "INTERPRET", by_kernels)
+    monkeypatch.setattr(launch, "capability", lambda: "9.0" if by_kernels else "7.5")
+    most = teaching_kernels.MOST_SCORES if by_kernels else tiles.MOST_PRODUCTS
+    tokens = 2**16 if by_kernels else 2**15
     shapes = {"index_query": (2, 16), "index_key": (16,), "weights": (2,), "query": (4, 16), "key": (2, 16)}
     arrays = {name: jax.ShapeDtypeStruct((1, tokens, *shape), jnp.bfloat16) for name, shape in shapes.items()}
     arrays["lse"] = jax.ShapeDtypeStruct((1, 4, tokens), jnp.float32)
@@ -276,7 +221,8 @@ def test_no_array_has_an_entry_for_each_query_and_key(size: int | None) -> None:
         return teach(*learning, **others, **options)
 
     program = jax.make_jaxpr(jax.grad(loss))(learning, arrays)
-    assert max(sizes_in(program.jaxpr)) <= teaching_kernels.MOST_SCORES < tokens * tokens / 16
+    assert ("pallas_call" in str(program)) == by_kernels
+    assert max(sizes_in(program.jaxpr)) <= most < tokens * tokens / 16
 
 
 def test_the_oracle_has_the_gradients_of_its_loss() -> None:

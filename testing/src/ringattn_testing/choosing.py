@@ -91,7 +91,8 @@ def attention_weights(
     key = np.repeat(key, query.shape[2] // key.shape[2], 2)
     scores = np.einsum("btnh,bsnh->bnts", query, key) * (softmax_scale or query.shape[-1] ** -0.5)
     scores = scores if logits_soft_cap is None else logits_soft_cap * np.tanh(scores / logits_soft_cap)
-    weights = np.exp(scores - np.where(np.isneginf(lse), np.inf, lse)[..., None])
+    with np.errstate(over="ignore"):  # of pairs that are not seen
+        weights = np.exp(scores - np.where(np.isneginf(lse), np.inf, lse)[..., None])
     return weights.reshape(weights.shape[0], groups, -1, *weights.shape[2:]).sum(2)
 
 

@@ -2,6 +2,7 @@
 """Launches kernels for NVIDIA GPUs: Pallas lowers them to the Triton that is part of JAX."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -51,12 +52,10 @@ def launch(
     Operands are an array or `None`, its block, and the index of the block for a tile, part, group and row. Results
     are a shape and a dtype, in place of the array, with the same.
     """
-    tiles, parts, groups, rows = grid
 
     def spec(block: Any, index: Callable[..., Any]) -> pl.BlockSpec:
         def of_program(program: Any) -> Any:
-            of_group = program // (tiles * parts)
-            return index(program % tiles, program // tiles % parts, of_group % groups, of_group // groups)
+            return index(*_coordinates(program, grid))
 
         return pl.BlockSpec(block, of_program)
 
@@ -65,18 +64,28 @@ def launch(
     varying = jax.typeof(arrays[0]).manual_axis_type
 
     def of_program(*refs: Any) -> None:
-        kernel(pl.program_id(0) // tiles % parts, *refs)
+        kernel(_coordinates(pl.program_id(0), grid)[1], *refs)
 
     of_program.__name__ = kernel.func.__name__  # what profiles show
     return pl.pallas_call(
         of_program,
-        grid=(tiles * parts * groups * rows,),  # one axis: each `jax.vmap` adds one, and Triton takes three
+        grid=(math.prod(grid),),  # one axis: each `jax.vmap` adds one, and Triton takes three
         in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
         out_specs=[spec(block, index) for _, block, index in results],
         out_shape=[jax.ShapeDtypeStruct(*shaped, manual_axis_type=varying) for shaped, _, _ in results],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=INTERPRET,
     )(*arrays)
+
+
+def _coordinates(program: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
+    """The coordinates of a program in the grid; `program` is not negative, so the operations of `lax` suffice."""
+    *faster, _ = grid
+    found = []
+    for size in faster:
+        found.append(jax.lax.rem(program, size))
+        program = jax.lax.div(program, size)
+    return *found, program
 
 
 def padded(x: Any, multiple: int, fill: int = 0, axis: int = 1) -> Any:
