@@ -2,6 +2,7 @@
 """Which checks there are, and in which environment each one runs."""
 
 import argparse
+import contextlib
 import hashlib
 import os
 import platform
@@ -154,16 +155,19 @@ def compiled(session: nox.Session) -> dict[str, str]:
 
     JAX's key covers the program, XLA's flags and the versions of JAX and jaxlib. JAX gets no limit of size: with one,
     it reads a file for each program in the folder whenever it adds a program (github.com/jax-ml/jax/pull/36753), which
-    took more than half of the time of the tests. So this function empties a folder that has grown too large.
+    took more than half of the time of the tests. So this function empties a folder that has grown too large. Without a
+    limit JAX takes no lock: packages/conftest.py writes whole files, and a process of another test that finds half a
+    file compiles its program again.
     """
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.is_file() else [platform.processor()]
     features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or {*lines})
     folder = Path(session.cache_dir, "compiled", hashlib.sha256("".join(features).encode()).hexdigest()[:12])
-    kept = [path for path in folder.glob("*") if path.is_file()]
-    if sum(path.stat().st_size for path in kept) > MOST_COMPILED:
-        for path in kept:
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another session has just renamed a file
+        kept = [*folder.glob("*-cache")]
+        if sum(path.stat().st_size for path in kept) > MOST_COMPILED:
+            for path in kept:
+                path.unlink(missing_ok=True)
     return {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_COMPILATION_CACHE_MAX_SIZE": "-1",

@@ -151,7 +151,7 @@ CHECKED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Lesson:
+class Taught:
     """A call of `teach` that is compared with that of the same numbers in float32."""
 
     tokens: int = 1024
@@ -202,29 +202,29 @@ class Lesson:
 
 
 TAUGHT = {
-    "one group": Lesson(groups=1),
-    "4 groups": Lesson(2048),
-    "a key for each group": Lesson(index_keys=4),
-    "8 groups of a key head each two": Lesson(groups=8),
-    "several launches": Lesson(12288, heads=4),
-    "not causal": Lesson(options=()),
-    "ragged": Lesson(1000),
-    "segments": Lesson(options=(("causal", True), ("q_segment_ids", documents(1024)))),
-    "chosen blocks of 128": Lesson(2048, count=4),
-    "chosen blocks of 48": Lesson(1056, count=4, size=48),
-    "chosen keys": Lesson(count=64, size=1),
-    "soft cap": Lesson(options=(("causal", True), ("logits_soft_cap", 5.0))),
-    "no weights": Lesson(weights=False),
-    "no activation": Lesson(options=(("causal", True), ("activation", None))),
-    "heads of 64": Lesson(head_size=64, index_size=64),
-    "heads of 16 and 32": Lesson(head_size=16, index_size=32),
-    "one head a group": Lesson(heads=8, groups=8),
-    "float16": Lesson(dtype="float16"),
+    "one group": Taught(groups=1),
+    "4 groups": Taught(2048),
+    "a key for each group": Taught(index_keys=4),
+    "8 groups, two to a key head": Taught(groups=8),
+    "several launches": Taught(12288, heads=4),
+    "not causal": Taught(options=()),
+    "ragged": Taught(1000),
+    "segments": Taught(options=(("causal", True), ("q_segment_ids", documents(1024)))),
+    "chosen blocks of 128": Taught(2048, count=4),
+    "chosen blocks of 48": Taught(1056, count=4, size=48),
+    "chosen keys": Taught(count=64, size=1),
+    "soft cap": Taught(options=(("causal", True), ("logits_soft_cap", 5.0))),
+    "no weights": Taught(weights=False),
+    "no activation": Taught(options=(("causal", True), ("activation", None))),
+    "heads of 64": Taught(head_size=64, index_size=64),
+    "heads of 16 and 32": Taught(head_size=16, index_size=32),
+    "one head a group": Taught(heads=8, groups=8),
+    "float16": Taught(dtype="float16"),
 }
 
 
 def checked(arguments: argparse.Namespace) -> tuple[list[Claim], dict[str, float]]:
-    """The choices in `CHECKED` and the lessons in `TAUGHT` whose name contains the text of `--only`."""
+    """The choices in `CHECKED` and the calls in `TAUGHT` whose name contains the text of `--only`."""
     claims = []
     for name, call in {f"select, {name}": call for name, call in CHECKED.items()}.items():
         if arguments.only in name:

@@ -93,8 +93,10 @@ def chosen(arguments: argparse.Namespace, tokens: int) -> dict[str, np.ndarray]:
     }
     if arguments.choices:
         of_layers = np.load(arguments.choices)[:tokens]
-        layers = max(of_layers.shape[1] // arguments.groups, 1)
-        found |= {f"of layer {n}": ids for n, ids in enumerate(np.split(of_layers, layers, 1))}
+        if of_layers.shape[1] % arguments.groups:
+            raise SystemExit(f"{arguments.choices} has {of_layers.shape[1]} choices a query: --groups must divide them")
+        layers = np.split(of_layers, of_layers.shape[1] // arguments.groups, 1)
+        found |= {f"of layer {n}": ids for n, ids in enumerate(layers)}
     if arguments.every:
         every = np.arange(tokens // arguments.size, dtype=np.int32)
         found[EVERY] = np.broadcast_to(every, (tokens, arguments.groups, every.size))
@@ -221,7 +223,7 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--size", type=int, default=128, help="the keys of a block")
     parser.add_argument("--count", type=int, default=16, help="the blocks that a query chooses")
-    parser.add_argument("--choices", help="a .npy file of ids [T, layers * groups, n]")
+    parser.add_argument("--choices", help="a .npy file of ids [T, layers * groups, n]; --groups must be its")
     parser.add_argument("--every", action="store_true", help="time a choice of all blocks, too")
     parser.add_argument("--parts", nargs="+", default=["forward", "forward+backward"])
     parser.add_argument("--target", type=float, default=0.3, help="the wanted share of the dense call's time")

@@ -48,7 +48,7 @@ class Corpus:
             found.update(document.tobytes())
         return int(found.hexdigest()[:7], 16)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - a program has one corpus
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - a program has one or two corpora
     def stream(self, epoch: int) -> np.ndarray:
         """All documents for training one after the other, in an order of this epoch."""
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.training))

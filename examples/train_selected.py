@@ -8,7 +8,7 @@ First attention is dense, and `teach` trains the indexer on all keys that a quer
 one stays dense; the other attends to the blocks that the indexer chooses, where `teach` looks at these blocks alone.
 The text is Python's standard library. The folder `--out` gets the curves as `curves.png`, the losses as `run.json`, and
 `choices-T.npy` for each length `T` of `--choices`: what the indexers choose in held-out text, int32
-`[T, layers * groups, count]`.
+`[T, layers * groups, blocks]`.
 """
 
 import argparse
@@ -47,16 +47,14 @@ class Sizes:
     heads: int
     groups: int
     """The key heads; each has a choice of its own."""
-    size: int
-    """Of a head."""
+    head_size: int
     hidden: int
     index_heads: int
-    index: int
-    """The size of an index head."""
-    count: int
-    """The blocks that a query chooses."""
-    block: int
-    """The keys of a block."""
+    index_size: int
+    """Of an index head."""
+    blocks: int
+    """So many a query chooses."""
+    block_size: int
     rows: int
     """Of a batch."""
     rate: float
@@ -71,10 +69,10 @@ class Sizes:
         """The shape of each weight of a layer."""
         width, index_heads = self.width, self.index_heads
         return {
-            "query": (width, self.heads, self.size), "key": (width, self.groups, self.size),
-            "value": (width, self.groups, self.size), "out": (self.heads, self.size, width),
+            "query": (width, self.heads, self.head_size), "key": (width, self.groups, self.head_size),
+            "value": (width, self.groups, self.head_size), "out": (self.heads, self.head_size, width),
             "gate": (width, self.hidden), "up": (width, self.hidden), "down": (self.hidden, width),
-            "index_query": (width, index_heads, self.index), "index_key": (width, 1, self.index),
+            "index_query": (width, index_heads, self.index_size), "index_key": (width, 1, self.index_size),
             "index_weight": (width, index_heads),
         }  # fmt: skip
 
@@ -87,9 +85,15 @@ class Sizes:
 
 
 PRESETS = {
-    "small": Sizes(512, 2, 64, 4, 2, 16, 192, 4, 16, 8, 8, 2, 3e-3, 80, 60, "float32"),
-    "32k": Sizes(32768, 4, 512, 16, 4, 64, 1536, 8, 64, 16, 128, 1, 1e-3, 200, 120, "bfloat16"),
-}
+    "small": Sizes(
+        length=512, layers=2, width=64, heads=4, groups=2, head_size=16, hidden=192, index_heads=4, index_size=16,
+        blocks=8, block_size=8, rows=2, rate=3e-3, before=80, steps=60, dtype="float32",
+    ),
+    "32k": Sizes(
+        length=32768, layers=4, width=512, heads=16, groups=4, head_size=64, hidden=1536, index_heads=8, index_size=64,
+        blocks=16, block_size=128, rows=1, rate=1e-3, before=200, steps=120, dtype="bfloat16",
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +112,12 @@ class Model:
         x = jax.lax.stop_gradient(x)
         index_query, index_key = (jnp.einsum("btm,mnh->btnh", x, w[name]) for name in ("index_query", "index_key"))
         index_query, index_key = rotate(index_query, positions), rotate(index_key, positions)[:, :, 0]
-        index = index_query * sizes.index**-0.5, index_key, x @ w["index_weight"]
+        index = index_query * sizes.index_size**-0.5, index_key, x @ w["index_weight"]
         options: dict[str, Any] = {}
         if kind == "chosen blocks":
-            choice = {"count": sizes.count, "size": sizes.block, "groups": sizes.groups, "forced": (0, 1)}
+            choice = {"count": sizes.blocks, "size": sizes.block_size, "groups": sizes.groups, "forced": (0, 1)}
             options["selected"] = select(*index, causal=True, **choice, **ring)
-            options["selected_size"] = sizes.block
+            options["selected_size"] = sizes.block_size
         out, lse = ring_attention(query, key, value, causal=True, return_lse=True, **options, **ring)
         loss = teach(*index, query, key, lse, groups=sizes.groups, causal=True, **options, **ring)
         return out, loss, options.get("selected")
@@ -150,7 +154,7 @@ class Trainer:
         self.corpus = text_corpus.read(None, sizes.rows * sizes.length)
         self.held_out = dataclasses.replace(self.corpus, training=self.corpus.held_out)
         if self.held_out.size <= longest:
-            raise SystemExit(f"The held-out text has {self.held_out.size:,} bytes: --choices takes fewer.")
+            raise SystemExit(f"The held-out text has {self.held_out.size:,} bytes: --length and --choices take fewer.")
 
     def batch(self, rows: list[text_corpus.Row]) -> dict[str, jax.Array]:
         place = NamedSharding(self.mesh, P(None, "sp"))
@@ -193,7 +197,7 @@ class Trainer:
         return float(np.mean(found))
 
     def choices(self, weights: Weights, length: int) -> Int32[np.ndarray, "T choices n"]:
-        """The blocks that the indexers of all layers choose in the first held-out bytes."""
+        """The blocks that the indexers of all layers choose in the first row of held-out text."""
         _, ids = self.evaluate(KINDS[1], weights, self.batch([self.unseen(0, length)]))
         return np.concatenate(from_layout(np.asarray(ids)[:, 0], LAYOUT, self.mesh.size), 1)
 
@@ -236,7 +240,7 @@ def main() -> None:
     given = {name: getattr(a, name) for name in ("length", "before", "steps") if getattr(a, name) is not None}
     sizes = dataclasses.replace(PRESETS[a.preset], **given)
     lengths = [sizes.length] if a.choices is None else a.choices
-    trainer, weights = Trainer(sizes, max(lengths, default=0)), sizes.initial()
+    trainer, weights = Trainer(sizes, max(sizes.length, *lengths)), sizes.initial()
     weights, state, before = trainer.train("dense", weights, trainer.optimizer.init(weights), range(sizes.before))
     run: dict[str, Any] = {"before": before, "losses": {}, "held out": {}}
     a.out.mkdir(parents=True, exist_ok=True)

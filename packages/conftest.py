@@ -45,20 +45,27 @@ if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAtt
     LRUCache.put = keep_whole
 
 
-MOST_MEGABYTES = 1200
-"""How large a worker may become before it forgets its compiled programs: a machine of 4 GB has to hold one."""
+def size() -> int:
+    """The bytes that this process has in memory; 0 where the system does not tell."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.is_file() else 0
+
+
+largest = 1.2e9
+"""How large a worker may become before it drops its compiled programs: a machine of 4 GB has to hold one."""
 
 
 @pytest.fixture(autouse=True)
-def _forget_programs() -> Iterator[None]:
+def _drop_programs() -> Iterator[None]:
     """After a test, if this process has become large. What later tests share with earlier ones is compiled again."""
+    global largest
     yield
-    pages = Path("/proc/self/statm")
-    if pages.is_file() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_MEGABYTES * 1e6:
+    if size() > largest:
         jax.clear_caches()
         gc.collect()
         # Without this glibc keeps most of what is now free.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        largest = max(largest, 1.3 * size())
 
 
 @pytest.fixture

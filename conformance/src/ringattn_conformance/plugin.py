@@ -27,8 +27,8 @@ COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
 PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 GARBAGE: Final = (20_000, 20, 20)
-"""How seldom Python looks for garbage. Usually it does so once for 700 new objects, of which JAX makes millions while
-it traces: 5 to 7% of the CPU time of the suite."""
+"""Thresholds of Python's garbage collector. With its own, (700, 10, 10), it takes 5 to 10% of the CPU time of the
+suite, because JAX makes millions of objects while it traces."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
         set_environment()
+        config.add_cleanup(functools.partial(gc.set_threshold, *gc.get_threshold()))
         gc.set_threshold(*GARBAGE)
         from . import comparison
 

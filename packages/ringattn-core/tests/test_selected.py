@@ -35,8 +35,8 @@ def dense(ids: Any, size: int, keys: int = T) -> jax.Array:
 
 @pytest.mark.parametrize("count", [bits.FEW, bits.FEW + 1])
 def test_few_and_many_numbers_become_bits(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "MARKS_AT_ONCE", 300)  # two rows of 150
-    numbers = np.random.default_rng(count).integers(-3, 153, (2, 7, count)).astype(np.int32)
+    monkeypatch.setattr(bits, "MARKS_AT_ONCE", 2 * 3 * 150)  # three times two rows, and one more
+    numbers = np.random.default_rng(count).integers(-3, 153, (3, 7, count)).astype(np.int32)
     words = bits.of_numbers(jnp.asarray(numbers), 150)
     got = bits.unpacked(words, 160)  # no number sets a bit behind the last
     np.testing.assert_array_equal(got, (numbers[..., None] == np.arange(160)).any(2) & (np.arange(160) < 150))
@@ -54,7 +54,7 @@ def test_chosen_blocks_are_the_mask_of_their_keys(groups: int, size: int) -> Non
 @pytest.mark.parametrize(("ranks", "layout", "kind"), RINGS)
 def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout: str, kind: AxisType) -> None:
     size = 1 if layout == "striped" else 4 if ranks == 3 else 3
-    mesh, ids = mesh_of(kind, sp=ranks), drawn_ids(K, size, 6 if ranks < 8 else bits.FEW + 1)
+    mesh, ids = mesh_of(kind, sp=ranks), drawn_ids(K, size, 6)
     options: dict[str, Any] = {"causal": ranks != 3, "sliding_window": None if ranks < 4 else (30, None)}
 
     def ring(q: Any, k: Any, v: Any, ids: Any) -> Any:
@@ -65,6 +65,24 @@ def test_every_ring_and_layout_gives_the_result_of_one_device(ranks: int, layout
     got = graded(lambda *x: moved(*x, jnp.asarray(ids)), *OPERANDS)
     wanted = masked(dense(ids, size), *OPERANDS, **options)
     close(got, wanted, atol=5e-5)
+
+
+def test_many_single_keys_are_chosen_on_a_ring() -> None:
+    ids, options = drawn_ids(1, 1, bits.FEW + 1), {"causal": True}
+
+    def ring(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return ring_attention(q, k, v, selected=ids, mesh=mesh_of(sp=4), axis_name="sp", layout="striped", **options)
+
+    moved = in_order_of("striped", 4, ring)
+    got = graded(lambda *x: moved(*x, jnp.asarray(ids)), *OPERANDS)
+    close(got, masked(dense(ids, 1), *OPERANDS, **options), atol=5e-5)
+
+
+def test_the_bits_of_a_split_batch_are_made_where_its_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "MARKS_AT_ONCE", 2 * B * T)  # several rows in turn
+    ids = jax.device_put(drawn_ids(1, 1, bits.FEW + 1), jax.NamedSharding(mesh_of(dp=2), P("dp")))
+    program = jax.jit(bits.of_numbers, static_argnums=1).lower(jnp.swapaxes(ids, 1, 2), T).compile().as_text()
+    assert "while" in program and "all-gather" not in program
 
 
 OF_THE_RING = {"strategy", "layout", "balance", "max_distance"}

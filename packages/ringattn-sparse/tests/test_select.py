@@ -90,8 +90,7 @@ def test_many_tiles_choose_as_one(pool: str, ids: bool, monkeypatch: pytest.Monk
     arrays = drawn(7, tokens=tokens, keys=tokens)
     options: dict[str, Any] = {"count": 5, "size": 4, "groups": 2, "pool": pool, "causal": True}
     options |= {"q_segment_ids": segments(1, tokens)} if ids else {}
-    monkeypatch.setattr(tiles, "MOST_PRODUCTS", B * HEADS * 12 * 11)
-    monkeypatch.setattr(tiles, "KEYS", 12)
+    monkeypatch.setattr(tiles, "PLAIN", tiles.Limits(B * HEADS * 12 * 11, 12, 8))
     ring = {"mesh": mesh_of(sp=2), "axis_name": "sp"}
     same(jax.jit(lambda *x: select(*x, **options, **ring))(*arrays), chosen(*arrays, **options))
 
@@ -218,4 +217,4 @@ def test_no_array_has_an_entry_for_each_query_and_key(size: int) -> None:
     program = jax.make_jaxpr(lambda *x: select(*x, count=16, size=size, causal=True, mesh=mesh, axis_name="sp"))(
         query, key
     )
-    assert max(sizes_in(program.jaxpr)) <= tiles.MOST_PRODUCTS < tokens * tokens / 16
+    assert max(sizes_in(program.jaxpr)) <= tiles.PLAIN.entries < tokens * tokens / 16

@@ -14,8 +14,8 @@ from ringattn_core.errors import InputError, MeshError
 from ringattn_core.ring import plan
 from ringattn_sparse import launch, select, teach, teaching_kernels, tiles
 from ringattn_testing.choosing import sizes_in, taught
-from ringattn_testing.lessons import NAMES, B, T, close, drawn, graded, ids_of, segments, with_lse
 from ringattn_testing.rings import RINGS, mesh_of
+from ringattn_testing.teach_cases import NAMES, B, T, close, drawn, graded, ids_of, segments, with_lse
 
 CASES: dict[int, dict[str, Any]] = {
     1: {"groups": 2, "softmax_scale": 0.7, "logits_soft_cap": 2.0},
@@ -68,8 +68,7 @@ def test_many_tiles_teach_as_one(by_choice: bool, monkeypatch: pytest.MonkeyPatc
     if by_choice:
         options |= {"selected": ids_of(1, 2, 4, tokens, tokens), "selected_size": 4}
     arrays = with_lse(drawn(1, keys=tokens, tokens=tokens), options)
-    monkeypatch.setattr(tiles, "MOST_PRODUCTS", B * 4 * 12 * 11)
-    monkeypatch.setattr(tiles, "KEYS", 12)
+    monkeypatch.setattr(tiles, "PLAIN", tiles.Limits(B * 4 * 12 * 11, 12, 8))
     ring = {"mesh": mesh_of(sp=2), "axis_name": "sp"}
     close(graded(lambda **x: teach(**x, **options, **ring), arrays), taught(**arrays, **options))
 
@@ -207,7 +206,7 @@ def test_no_array_has_an_entry_for_each_query_and_key(
 ) -> None:
     monkeypatch.setattr(launch, "INTERPRET", by_kernels)
     monkeypatch.setattr(launch, "capability", lambda: "9.0" if by_kernels else "7.5")
-    most = teaching_kernels.MOST_SCORES if by_kernels else tiles.MOST_PRODUCTS
+    most = (teaching_kernels.LAUNCH if by_kernels else tiles.PLAIN).entries
     tokens = 2**16 if by_kernels else 2**15
     shapes = {"index_query": (2, 16), "index_key": (16,), "weights": (2,), "query": (4, 16), "key": (2, 16)}
     arrays = {name: jax.ShapeDtypeStruct((1, tokens, *shape), jnp.bfloat16) for name, shape in shapes.items()}

@@ -15,12 +15,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import from_layout, to_layout
 from ringattn_core.ring import plan
-from ringattn_sparse import launch, teach
+from ringattn_sparse import launch, teach, tiles
 from ringattn_sparse import teaching_kernels as kernels
-from ringattn_testing import lessons
+from ringattn_testing import teach_cases
 from ringattn_testing.choosing import taught
-from ringattn_testing.lessons import NAMES, B, T, graded, ids_of, segments, with_lse
 from ringattn_testing.rings import RINGS, mesh_of
+from ringattn_testing.teach_cases import NAMES, B, T, graded, ids_of, segments, with_lse
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With small tiles, so that each program has several."""
     monkeypatch.setattr(launch, "INTERPRET", True)
     monkeypatch.setattr(plan, "UNROLLED", 2)  # larger rings are a scan, which compiles faster
-    for name, size in {"QUERIES": 8, "KEYS": 16, "TILES": 2}.items():
+    for name, size in {"QUERIES": 8, "KEYS": 16, "TILES": 2, "LAUNCH": kernels.LAUNCH._replace(queries=8)}.items():
         monkeypatch.setattr(kernels, name, size)
     jax.clear_caches()  # they have the programs of calls without kernels, and of other tiles
     yield
@@ -37,14 +37,14 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def drawn(seed: int, **shapes: Any) -> dict[str, Any]:
     """With heads of 16; float16, whose errors are smaller, unless bfloat16 is asked for."""
-    return lessons.drawn(seed, **{"sizes": (16, 16), "dtype": jnp.float16} | shapes)
+    return teach_cases.drawn(seed, **{"sizes": (16, 16), "dtype": jnp.float16} | shapes)
 
 
 def close(got: Any, wanted: Any, arrays: dict[str, Any]) -> None:
     """As near as the dtype of the arrays."""
     dtype = arrays["index_query"].dtype
     assert all(x.dtype == dtype for x in got[1])
-    lessons.close(got, wanted, 8e-3 if dtype == jnp.bfloat16 else 1e-3)
+    teach_cases.close(got, wanted, 8e-3 if dtype == jnp.bfloat16 else 1e-3)
 
 
 def bands(choices: int, size: int, keys: int, tokens: int) -> np.ndarray:
@@ -65,10 +65,11 @@ OF_RINGS: dict[int, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("ranks", "layout", "kind"), [ring for ring in RINGS if ring[:2] != (4, "striped")])
-def test_every_ring_and_layout_has_the_loss_and_the_gradients_of_the_oracle(
+def test_rings_have_the_loss_of_the_oracle_and_small_ones_the_gradients(
     ranks: int, layout: str, kind: AxisType
 ) -> None:
     """Of larger rings, whose programs take long to compile, the loss alone: kernels do not know which hop they are in.
+    A ring of 4 in striped order is left out, because a ring of 2 has it.
 
     With plain JAX, test_teach.py has the gradients of these rings.
     """
@@ -90,8 +91,11 @@ def test_every_ring_and_layout_has_the_loss_and_the_gradients_of_the_oracle(
     moved = {name: jax.device_put(x, jax.NamedSharding(mesh, specs[name])) for name, x in moved.items()}
     # With check_vma JAX interprets no kernel: benchmarks/upstream/pallas_interpreter_vma.py.
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-    value, gradients = graded(lambda **x: run(x), moved) if ranks < 4 else (jax.jit(run)(moved), [])
-    close((value, [from_layout(x, layout, ranks) for x in gradients]), wanted, arrays)
+    if ranks < 4:
+        value, gradients = graded(lambda **x: run(x), moved)
+        close((value, [from_layout(x, layout, ranks) for x in gradients]), wanted, arrays)
+    else:
+        close((jax.jit(run)(moved), []), (wanted[0], []), arrays)
 
 
 Case = tuple[dict[str, Any], dict[str, Any]]
@@ -137,10 +141,11 @@ def test_one_device_has_the_loss_and_the_gradients_of_the_oracle(name: str) -> N
 
 
 def test_many_launches_teach_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 queries and 28 keys, with programs of several tiles of each; some launches have nothing to do."""
+    """Of 23 queries and 24 keys, with programs of several tiles of each; some launches have nothing to do."""
     tokens, groups = 89, 2
-    monkeypatch.setattr(kernels, "SPAN", 28)
-    monkeypatch.setattr(kernels, "MOST_SCORES", B * groups * 20 * 28)
+    limits = tiles.Limits(B * groups * 23 * 24, 24, 8)
+    assert [cut.size for cut in tiles.cuts(tokens, -(-tokens // 4), 4, B * groups, 0, limits)] == [23, 6]
+    monkeypatch.setattr(kernels, "LAUNCH", limits)
     options: dict[str, Any] = {"groups": groups, "causal": True}
     options |= {"selected": bands(2, 4, tokens, tokens), "selected_size": 4}
     checked(with_lse(drawn(3, tokens=tokens, keys=tokens), options), options)

@@ -27,7 +27,7 @@ pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install 'jax
 
 TOKENS = P(None, "sp")
 LENGTH = 512
-"""The tokens of a device. With 2048, XLA makes the same permutes synchronous and takes about twice as long."""
+"""The tokens of a device. With 2048, XLA leaves the same permutes synchronous, and compiles for twice as long."""
 
 
 def devices(topology: str) -> list[Any]:

@@ -377,12 +377,15 @@ def test_long_turns_of_large_groups_begin_together(
 
 
 def test_turns_of_chosen_blocks_begin_together_where_heads_are_rows() -> None:
-    ids = independent_choices(128, 1, 2, 64)
-    block = make_block(
-        1, 128, 128, heads=16, kv_heads=1, dim=128, dtype=HALF, causal=True, selected=ids, selected_size=64
-    )
-    assert turn_order._abreast(*as_of(block, 16384)) == 1
-    assert turn_order._abreast(*as_of(grouped_rows.as_rows(block), 16384)) == 4
+    def turns(rows: bool, **mask: Any) -> int:
+        ids = independent_choices(128, 1, 2, 64)
+        block = make_block(
+            1, 128, 128, heads=16, kv_heads=1, dim=128, dtype=HALF, selected=ids, selected_size=64, **mask
+        )
+        return turn_order._abreast(*as_of(grouped_rows.as_rows(block) if rows else block, 16384))
+
+    assert turns(True, causal=True) == 4
+    assert turns(False, causal=True) == turns(True) == turns(True, causal=True, sliding_window=(64, 0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from .scores import Activation, activated
 
 
 class Sums(NamedTuple):
-    """For each query and group, sums over keys; `merged` with those of other keys, they are those of both."""
+    """Sums over keys, for each query and group."""
 
     largest: Float32[Array, "..."]
     """The largest index score; -inf without a key."""
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
         return cls(largest, *(x.sum(-1) for x in (indexed, weight, logarithm, weight * above)))
 
     def merged(self, new: "Sums") -> "Sums":
-        """The sums over the keys of both."""
+        """The sums over the keys of both, which have none in common."""
         largest = jnp.maximum(self.largest, new.largest)
         finite = jnp.where(largest == -jnp.inf, 0.0, largest)
 
@@ -69,7 +69,7 @@ class Sums(NamedTuple):
         return jnp.where(some, found, 0.0)
 
 
-def of_scores(
+def dscores_of(
     seen: Bool[Array, "... t s"],
     scores: Float32[Array, "... t s"],
     weight: Float32[Array, "... t s"],
@@ -81,16 +81,19 @@ def of_scores(
     return jnp.where(some, jnp.exp(scores - index_lse) - weight / jnp.where(total != 0, total, 1.0), 0.0)
 
 
-def of_products(
+def dproducts_of(
     activation: Activation,
     products: Float32[Array, "... t s"],
     dscores: Float32[Array, "... t s"],
     weights: Float32[Array, "... t"] | None,
     dtype: Any,
 ) -> tuple[Float[Array, "... t s"], Float32[Array, "... t"]]:
-    """The gradients by the products of an index head, as a factor of arrays of this dtype, and by its weights."""
+    """The gradients by the products of index heads, and by their weights.
+
+    Those by the products are multiplied by arrays of `dtype`, and have it, unless it is float16.
+    """
     active, pull = jax.vjp(functools.partial(activated, activation), products)
     (dproducts,) = pull(dscores if weights is None else dscores * weights[..., None])
-    if dtype != jnp.float16:  # whose least number, 6e-8, is more than many keys have
+    if dtype != jnp.float16:  # many are below its smallest number, 6e-8
         dproducts = dproducts.astype(dtype)
     return dproducts, (dscores * active).sum(-1)

@@ -19,7 +19,7 @@ except ImportError:  # JAX 0.11 and 0.12 deprecate the module
 from .scores import Activation, relu
 
 BEFORE_AMPERE: Final = ("5.", "6.", "7.")
-"""How the compute capabilities of NVIDIA GPUs begin that have no kernels."""
+"""How the compute capabilities of the NVIDIA GPUs begin that have no kernels."""
 WARPS: Final = 4
 INTERPRET = False
 """Whether kernels are interpreted; set by tests on CPUs."""
@@ -49,8 +49,8 @@ def launch(
 ) -> Any:
     """Runs `kernel(part, *refs)` for each tile, part, group and batch row of the grid, with tiles fastest.
 
-    Operands are an array or `None`, its block, and the index of the block for a tile, part, group and row. Results
-    are a shape and a dtype, in place of the array, with the same.
+    Each operand is an array or `None`, the shape of its block, and a function of tile, part, group and row that gives
+    the place of the block. Results have `(shape, dtype)` in place of the array.
     """
 
     def spec(block: Any, index: Callable[..., Any]) -> pl.BlockSpec:

@@ -144,7 +144,7 @@ class Choice:
             split = (query, weights, q_ids, own.index[None], best)
             return lambda: of_queries.joined(jax.lax.map(continued, of_queries.split(split)), length)
 
-        of_queries, of_keys = tiles.cuts(length, blocks.size, size, rows * heads, kept)
+        of_queries, of_keys = tiles.cuts(length, blocks.size, size, rows * heads, kept, tiles.PLAIN)
 
         def by_tiles(*queries: Any) -> Best:
             keys = of_keys.split((key, kv_ids)), of_keys.split(blocks[None], -1)[:, 0]
@@ -165,7 +165,7 @@ class Choice:
         plain = over(of_queries, by_tiles)
         if not kernels.fit(query, blocks.size, self.size, self.count, self.pool, self.activation):
             return plain()
-        of_launches = tiles.Cut.of(length, max(tiles.MOST_PRODUCTS // kept, kernels.QUERIES))
+        of_launches = tiles.Cut.of(length, max(tiles.PLAIN.entries // kept, kernels.QUERIES))
         return launch.on_cuda(over(of_launches, by_kernels), plain)
 
     def scores(self, queries: Any, keys: Any, blocks: Int32[Array, " n"]) -> Float32[Array, "B G t n"]:

@@ -31,7 +31,7 @@ from ringattn_core.errors import InputError
 from . import teaching_kernels as kernels
 from . import tiles
 from .arguments import Blocks, Names, flag, floats, function, index_arrays, integers, ranks_here, refuse_undivided
-from .divergence import Sums, of_products, of_scores
+from .divergence import Sums, dproducts_of, dscores_of
 from .launch import on_cuda
 from .scores import Activation, activated, flat, indices_of_blocks, product, products, relu, summed, visible
 
@@ -162,7 +162,7 @@ class Lesson:
         batch, length, heads, _ = queries["query"].shape
         choices = 0 if queries["selected"] is None else queries["selected"].shape[2]
         heads = batch * (self.groups if by_kernels else max(heads, queries["index_query"].shape[2]))
-        limits = (kernels.MOST_SCORES, kernels.SPAN) if by_kernels else (tiles.MOST_PRODUCTS, tiles.KEYS)
+        limits = kernels.LAUNCH if by_kernels else tiles.PLAIN
         kept = batch * choices * (blocks.size + 1)
         of_queries, of_keys = tiles.cuts(length, blocks.size, self.size, heads, kept, limits)
         (arrays,) = theirs.arrays.values()
@@ -294,10 +294,10 @@ class Differentiate(Lesson):
         """The gradients of index queries and weights of a tile, and those of a tile of index keys, in float32."""
         index_lse, total = (jnp.swapaxes(queries[name], 1, 2) for name in ("index_lse", "weight"))
         weights = None if queries["weights"] is None else jnp.swapaxes(queries["weights"], 1, 2)
-        dscores = of_scores(pairs.seen, pairs.scores, pairs.weight, index_lse, total)
+        dscores = dscores_of(pairs.seen, pairs.scores, pairs.weight, index_lse, total)
         dscores = self.of_heads(dscores, pairs.products.shape[1])
         q, k = queries["index_query"], flat(index_key)
-        dproducts, dweights = of_products(self.activation, pairs.products, dscores, weights, q.dtype)
+        dproducts, dweights = dproducts_of(self.activation, pairs.products, dscores, weights, q.dtype)
         dproducts = dproducts.reshape(q.shape[0], k.shape[2], -1, *dproducts.shape[2:])
         dquery = product("bghts,bsgd->btghd", dproducts, k).reshape(q.shape)
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of `teach` on NVIDIA GPUs: the sums of the loss of a tile, and its gradients.
 
-`_measure` and `_differentiate` keep the weights of the attention of a tile in registers, the sum over the heads of a
-group. The latter writes the gradients by the index scores, from which two smaller kernels compute those of the index
+`_measure` and `_differentiate` sum the weights of the attention over the heads of a group in registers.
+`_differentiate` writes the gradients by the index scores, from which two smaller kernels compute those of the index
 queries and of the index keys.
 """
 
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Float32
 
-from .divergence import Sums, of_products, of_scores
+from .divergence import Sums, dproducts_of, dscores_of
 from .launch import fits, launch, padded
 from .scores import Activation, activated
+from .tiles import Limits
 
 QUERIES: Final = 64
 """The queries of a tile of a program."""
@@ -27,18 +28,16 @@ KEYS: Final = 64
 TILES: Final = 4
 """The most tiles of keys of a program of `_measure` and `_differentiate`."""
 STAGES: Final = 3
-"""Of `_measure` and `_differentiate`."""
+"""Pipeline stages of `_measure` and `_differentiate`."""
 STAGES_OF_GRADIENTS: Final = 2
-"""Of `_of_queries` and `_of_keys`."""
-MOST_SCORES: Final = 2**26
-"""The most gradients by index scores of a launch, or as many as 8 queries have: 256 MiB."""
-SPAN: Final = 4096
-"""A launch has about so many keys, unless a block is larger."""
+"""Pipeline stages of `_of_queries` and `_of_keys`."""
+LAUNCH: Final = Limits(2**26, 4096, QUERIES)
+"""Of a launch, which writes as many gradients by index scores: 256 MiB."""
 
 
 def fit(index_query: jax.Array, query: jax.Array, key: jax.Array, groups: int, activation: Activation) -> bool:
-    """Whether the kernels take a call: with 16-bit heads of 16, 32, 64 or 128, groups that have the heads of whole key
-    heads or share one, and `relu` or no activation.
+    """Whether the kernels take a call: with 16-bit heads of 16, 32, 64 or 128, a number
+    of groups that divides that of the key heads, or the reverse, and `relu` or no activation.
     """
     heads = key.shape[2]
     return fits(activation, index_query, query) and (heads % groups == 0 or groups % heads == 0)
@@ -67,7 +66,7 @@ class Live(NamedTuple):
         return cls(order, some.sum(-1, keepdims=True, dtype=jnp.int32))
 
     def operands(self, group_of: Callable[[Any], Any]) -> list[Any]:
-        """`group_of` is the group of a program's third coordinate."""
+        """`group_of` maps the third coordinate of a program to a group."""
         rows, groups = self.order.shape[:2]
 
         def index(tile: Any, _: Any, group: Any, row: Any) -> Any:
@@ -274,7 +273,7 @@ def _differentiate(part: Any, *refs: Any, parts: int, shared: Shared) -> None:
 
     def tile(number: Any, _: None) -> None:
         at = _at(number, KEYS)
-        dscores[:, at] = of_scores(*pairs.computed(at, shared), index_lse[...], total[...])
+        dscores[:, at] = dscores_of(*pairs.computed(at, shared), index_lse[...], total[...])
 
     _over(live, part, parts, tile, None)
 
@@ -331,11 +330,11 @@ def _of_keys(
 def _dproducts(activation: Activation, q: Any, weight: Any, k: Any, dscores: Any) -> tuple[jax.Array, jax.Array]:
     x = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
     # Without pairs that are not seen, whose product may be infinite or NaN.
-    return of_products(activation, jnp.where(dscores == 0, 0.0, x), dscores, weight, q.dtype)
+    return dproducts_of(activation, jnp.where(dscores == 0, 0.0, x), dscores, weight, q.dtype)
 
 
 def _product(dproducts: jax.Array, x: jax.Array) -> jax.Array:
-    """TF32 has the fraction of float16 and the exponents of float32."""
+    """`dproducts @ x` in float32. Those in float32 use TF32, with float16's fraction and float32's exponents."""
     if dproducts.dtype == x.dtype:
         return jnp.dot(dproducts, x, preferred_element_type=jnp.float32)
     return jnp.dot(dproducts, x.astype(jnp.float32), precision="high")

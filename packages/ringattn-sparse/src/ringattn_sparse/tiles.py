@@ -3,16 +3,26 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from ringattn_core.contract.varying import align, axes_of
 
-MOST_PRODUCTS: Final = 2**24
-"""A tile has at most so many products of a head's query and a key, or as many as 8 queries have: 64 MiB in float32."""
-KEYS: Final = 2048
-"""A tile has about so many keys, unless a block is larger."""
+
+class Limits(NamedTuple):
+    """How large tiles are."""
+
+    entries: int
+    """A tile has at most so many numbers for its queries and keys, or as many as `queries` have."""
+    keys: int
+    """A tile has about so many keys, unless a block is larger."""
+    queries: int
+    """A tile has at least so many queries, if there are so many."""
+
+
+PLAIN: Final = Limits(2**24, 2048, 8)
+"""In plain JAX; 64 MiB in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +59,14 @@ class Cut:
         return jax.tree.map(whole, tree)
 
 
-def cuts(
-    queries: int, blocks: int, size: int, heads: int, kept: int, limits: tuple[int, int] | None = None
-) -> tuple[Cut, Cut]:
+def cuts(queries: int, blocks: int, size: int, heads: int, kept: int, limits: Limits) -> tuple[Cut, Cut]:
     """The tiles of the queries and of the keys of a hop, these in blocks of `size`; `heads` counts batch rows too.
 
-    `kept` is the number of entries that are kept of each query while its tile meets all keys of the hop. `limits` takes
-    the place of `MOST_PRODUCTS` and `KEYS`.
+    `kept` is the number of entries that are kept of each query while its tile meets all keys of the hop.
     """
-    most, keys = limits or (MOST_PRODUCTS, KEYS)
-    of_keys = Cut.of(blocks, keys // size)
-    return Cut.of(queries, max(most // max(heads * of_keys.size * size, kept), 8)), of_keys
+    of_keys = Cut.of(blocks, limits.keys // size)
+    most = limits.entries // max(heads * of_keys.size * size, kept)
+    return Cut.of(queries, max(most, limits.queries)), of_keys
 
 
 def where_any(some: jax.Array | None, compute: Callable[[], Any], otherwise: Any) -> Any:

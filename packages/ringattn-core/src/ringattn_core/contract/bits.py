@@ -18,9 +18,10 @@ PAIRS_AT_ONCE: Final = 2**28
 """A mask is evaluated for at most so many pairs of a query and a key at a time. As booleans, these take 256 MiB, where
 XLA does not fuse the mask with the packing."""
 FEW: Final = 64
-"""The most numbers of a row for which `of_numbers` compares each word with each number."""
+"""The most numbers of a row for which `of_numbers` compares each word with each number. Not measured: more than models
+choose of blocks, fewer than they choose of single keys."""
 MARKS_AT_ONCE: Final = 2**25
-"""With more numbers, it marks them among so many booleans at a time, 32 MiB."""
+"""With more numbers, it marks them in so many booleans at a time, 32 MiB."""
 
 
 class Bits(NamedTuple):
@@ -75,14 +76,19 @@ def _of_few(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*row
 
 
 def _of_many(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*rows W"]:
-    """Marks the numbers among booleans, of some rows at a time. The loop would take 18 ms for 2,048 keys of 32k."""
+    """Marks the numbers of each row in an array of booleans, and packs it; of some rows at a time.
+
+    For 2,048 keys of 32k, `_of_few` took 18 of the 60 ms of DeepSeek's attention on an H200
+    (`benchmarks/selected_rivals.py`).
+    """
 
     def of_row(numbers: jax.Array) -> jax.Array:
         return packed(jnp.zeros(count, bool).at[numbers].set(True, mode="drop"))
 
-    rows = numbers.reshape(-1, numbers.shape[-1])
-    words = jax.lax.map(of_row, rows, batch_size=max(MARKS_AT_ONCE // count, 1))
-    return words.reshape(*numbers.shape[:-1], -1)
+    for _ in numbers.shape[:-2]:  # not reshaped: a mesh axis may split the batch
+        of_row = jax.vmap(of_row)
+    at_once = max(MARKS_AT_ONCE // (count * math.prod(numbers.shape[:-2])), 1)
+    return jnp.moveaxis(jax.lax.map(of_row, jnp.moveaxis(numbers, -2, 0), batch_size=at_once), 0, -2)
 
 
 def both(a: Bits | None, b: Bits | None, heads: int, keys: int) -> Bits | None:

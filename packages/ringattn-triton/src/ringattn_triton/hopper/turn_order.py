@@ -145,11 +145,13 @@ def _abreast(block: Block, constants: BlockConstants, plan: BackwardPlan) -> int
     Under a causal mask, neighbouring turns that begin together end `shorter` steps apart, and so the next ones would
     begin. With many heads in a group, each turn would then read its query tiles from memory. So the 32nd part of a
     head's turns begins together; with more, the first of them would wait too long for the last. Heads above 128 gain
-    nothing. Where queries choose blocks, the heads of a group may be rows (`grouped_rows`), and it is the same.
+    nothing. Where queries choose blocks and the heads of a group are rows (`grouped_rows`), turns get shorter as well.
     """
     rows = grouped_rows.rows_of_a_query(block)
+    if rows > 1:
+        block, constants = dataclasses.replace(block, bits=None), constants.without_masks
     shorter = constants.group * rows * plan.kv_tile // plan.q_tile
-    in_step = rows > 1 or (sparsity.causal_alone(block) and not constants.by_head)
+    in_step = sparsity.causal_alone(block) and not constants.by_head
     gains = shorter >= _STEPS_SHORTER and in_step and not plan.wide
     return min(max(_turns_of_head(constants, plan) // 32, 1), _ABREAST) if gains else 1
 

@@ -81,6 +81,6 @@ def close(got: Any, wanted: Any, atol: float = 2e-5) -> None:
     value, gradients = got
     assert value.dtype == jnp.float32
     np.testing.assert_allclose(value, wanted[0], rtol=atol, atol=atol)
-    for name, gradient, exact in zip(NAMES, gradients, wanted[1], strict=False):
+    for name, gradient, exact in zip(NAMES[: len(wanted[1])], gradients, wanted[1], strict=True):
         largest = np.abs(exact).max()
         np.testing.assert_allclose(np.float64(gradient), exact, rtol=0, atol=atol * largest, err_msg=name)
