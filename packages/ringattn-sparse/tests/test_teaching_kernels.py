@@ -43,7 +43,7 @@ def drawn(seed: int, **shapes: Any) -> dict[str, Any]:
 def close(got: Any, wanted: Any, arrays: dict[str, Any]) -> None:
     """As near as the dtype of the arrays."""
     dtype = arrays["index_query"].dtype
-    assert all(x.dtype == dtype for x in got[1])
+    assert all(x.dtype == dtype for x in jax.tree.leaves(got[1]))
     teach_cases.close(got, wanted, 8e-3 if dtype == jnp.bfloat16 else 1e-3)
 
 
