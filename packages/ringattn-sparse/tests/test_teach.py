@@ -15,7 +15,18 @@ from ringattn_core.ring import plan
 from ringattn_sparse import launch, select, teach, teaching_kernels, tiles
 from ringattn_testing.choosing import sizes_in, taught
 from ringattn_testing.rings import RINGS, mesh_of
-from ringattn_testing.teach_cases import NAMES, B, T, close, drawn, graded, ids_of, segments, with_lse
+from ringattn_testing.teach_cases import (
+    NAMES,
+    B,
+    T,
+    close,
+    drawn,
+    graded,
+    ids_of,
+    segments,
+    small_derivatives_are_kept,
+    with_lse,
+)
 
 CASES: dict[int, dict[str, Any]] = {
     1: {"groups": 2, "softmax_scale": 0.7, "logits_soft_cap": 2.0},
@@ -140,15 +151,7 @@ def test_half_precision_is_as_near_as_its_products(dtype: Any) -> None:
 
 
 def test_derivatives_below_the_numbers_of_float16_are_kept() -> None:
-    """With a loss scale, as float16 is trained: derivatives of products are about 1e-6 before it."""
-    options: dict[str, Any] = {"causal": True}
-    arrays = drawn(4, dtype=jnp.float16)
-    arrays = with_lse(arrays | {"weights": arrays["weights"] * jnp.float16(2**-14)}, options)
-    _, gradients = graded(lambda **x: teach(**x, **options) * 2**14, arrays)
-    _, wanted = taught(**arrays, **options)
-    for name, got, want in list(zip(NAMES, gradients, wanted, strict=True))[:2]:
-        want = np.asarray(want) * 2**14
-        assert np.abs(np.float64(got) - want).max() <= 2e-3 * np.abs(want).max(), name
+    small_derivatives_are_kept(teach, drawn(4, dtype=jnp.float16), 2e-3)
 
 
 def test_an_indexer_learns_what_attention_sees_from_its_own_choice() -> None:

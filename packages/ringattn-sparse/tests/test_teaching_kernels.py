@@ -20,7 +20,7 @@ from ringattn_sparse import teaching_kernels as kernels
 from ringattn_testing import teach_cases
 from ringattn_testing.choosing import taught
 from ringattn_testing.rings import RINGS, mesh_of
-from ringattn_testing.teach_cases import NAMES, B, T, graded, ids_of, segments, with_lse
+from ringattn_testing.teach_cases import B, T, graded, ids_of, segments, small_derivatives_are_kept, with_lse
 
 
 @pytest.fixture(autouse=True)
@@ -174,15 +174,7 @@ def test_infinite_lse_and_what_nobody_sees_count_nothing() -> None:
 
 
 def test_derivatives_below_the_numbers_of_float16_are_kept() -> None:
-    """With a loss scale, as float16 is trained: derivatives of products are about 1e-6 before it."""
-    options: dict[str, Any] = {"causal": True}
-    arrays = drawn(4)
-    arrays = with_lse(arrays | {"weights": arrays["weights"] * jnp.float16(2**-14)}, options)
-    _, gradients = graded(lambda **x: teach(**x, **options) * 2**14, arrays)
-    _, wanted = taught(**arrays, **options)
-    for name, got, want in list(zip(NAMES, gradients, wanted, strict=True))[:2]:
-        want = np.asarray(want) * 2**14
-        assert np.abs(np.float64(got) - want).max() <= 1e-3 * np.abs(want).max(), name
+    small_derivatives_are_kept(teach, drawn(4), 1e-3)
 
 
 def test_vmapped_examples_teach_as_a_batch() -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .choosing import log_sum_exp, seen_pairs
+from .choosing import log_sum_exp, seen_pairs, taught
 
 B, T = 2, 48
 NAMES = ("index_query", "index_key", "weights")
@@ -86,3 +86,14 @@ def close(got: Any, wanted: Any, atol: float = 2e-5) -> None:
             continue
         largest = np.abs(exact).max()
         np.testing.assert_allclose(np.float64(gradient), exact, rtol=0, atol=atol * largest, err_msg=name)
+
+
+def small_derivatives_are_kept(teacher: Any, arrays: dict[str, Any], atol: float) -> None:
+    """With a loss scale, as float16 is trained: derivatives of products are about 1e-6 before it."""
+    options: dict[str, Any] = {"causal": True}
+    arrays = with_lse(arrays | {"weights": arrays["weights"] * jnp.float16(2**-14)}, options)
+    _, gradients = graded(lambda **x: teacher(**x, **options) * 2**14, arrays)
+    _, wanted = taught(**arrays, **options)
+    for name, got, want in list(zip(NAMES, gradients, wanted, strict=True))[:2]:
+        want = np.asarray(want) * 2**14
+        assert np.abs(np.float64(got) - want).max() <= atol * np.abs(want).max(), name

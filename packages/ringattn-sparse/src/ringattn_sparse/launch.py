@@ -2,7 +2,6 @@
 """Launches kernels for NVIDIA GPUs: Pallas lowers them to the Triton that is part of JAX."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -52,10 +51,12 @@ def launch(
     Each operand is an array or `None`, the shape of its block, and a function of tile, part, group and row that gives
     the place of the block. Results have `(shape, dtype)` in place of the array.
     """
+    tiles, parts, groups, rows = grid
 
     def spec(block: Any, index: Callable[..., Any]) -> pl.BlockSpec:
         def of_program(program: Any) -> Any:
-            return index(*_coordinates(program, grid))
+            of_group = program // (tiles * parts)
+            return index(program % tiles, program // tiles % parts, of_group % groups, of_group // groups)
 
         return pl.BlockSpec(block, of_program)
 
@@ -64,28 +65,18 @@ def launch(
     varying = jax.typeof(arrays[0]).manual_axis_type
 
     def of_program(*refs: Any) -> None:
-        kernel(_coordinates(pl.program_id(0), grid)[1], *refs)
+        kernel(pl.program_id(0) // tiles % parts, *refs)
 
     of_program.__name__ = kernel.func.__name__  # what profiles show
     return pl.pallas_call(
         of_program,
-        grid=(math.prod(grid),),  # one axis: each `jax.vmap` adds one, and Triton takes three
+        grid=(tiles * parts * groups * rows,),  # one axis: each `jax.vmap` adds one, and Triton takes three
         in_specs=[None if x is None else spec(block, index) for x, block, index in operands],
         out_specs=[spec(block, index) for _, block, index in results],
         out_shape=[jax.ShapeDtypeStruct(*shaped, manual_axis_type=varying) for shaped, _, _ in results],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=INTERPRET,
     )(*arrays)
-
-
-def _coordinates(program: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
-    """The coordinates of a program in the grid; `program` is not negative, so the operations of `lax` suffice."""
-    *faster, _ = grid
-    found = []
-    for size in faster:
-        found.append(jax.lax.rem(program, size))
-        program = jax.lax.div(program, size)
-    return *found, program
 
 
 def padded(x: Any, multiple: int, fill: int = 0, axis: int = 1) -> Any:

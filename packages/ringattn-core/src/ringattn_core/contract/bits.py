@@ -78,8 +78,8 @@ def _of_few(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*row
 def _of_many(numbers: Int32[Array, "*rows n"], count: int) -> UInt32[Array, "*rows W"]:
     """Marks the numbers of each row in an array of booleans, and packs it; of some rows at a time.
 
-    For 2,048 keys of 32k, `_of_few` took 18 of the 60 ms of DeepSeek's attention on an H200
-    (`benchmarks/selected_rivals.py`).
+    For 2,048 keys of 32k, `_of_few` took 18 of the 60 ms of a call on an H200, by a profile of the case "DSA, 32k" of
+    `benchmarks/selected_rivals.py`.
     """
 
     def of_row(numbers: jax.Array) -> jax.Array:
