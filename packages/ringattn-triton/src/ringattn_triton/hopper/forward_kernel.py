@@ -11,7 +11,7 @@ threads count both who arrives and who waits. A consumer has 128 threads:
 
 | barrier | of each | who arrives | who waits | says |
 |---|---|---|---|---|
-| q_full | stage of queries | TMA | consumers | a turn's queries are there |
+| q_full | stage of a consumer's queries | TMA | this consumer | its queries of a turn are there |
 | k_full | stage of keys | TMA | consumers | keys of a step, and its bias, are there |
 | v_full | stage of values | TMA | consumers | values of a step (the first piece) are there |
 | rest_full | - | TMA | consumers | the second piece of the values is there, if they have two |
@@ -21,7 +21,7 @@ threads count both who arrives and who waits. A consumer has 128 threads:
 | v_empty | stage of values | consumers | producer, 32 | they are done with the stage |
 | rest_empty | - | consumers | producer, 32 | they are done with the second piece |
 | turn_done | stage of turns | consumers | producer, 32 | a turn's results are written, or lie in shared memory |
-| q_empty | - | consumers | producer, 32 | they are done with a turn's queries, if these have one stage |
+| q_empty | consumer | this consumer, 128 | producer, 32 | it needs its queries no more, if they have one stage |
 
 If queries have two stages, turn_done says that those of the turn are free too. No consumer arrives twice at a hardware
 barrier before the producer has waited once: the producer waits before it fills a stage again, and consumers read the
@@ -41,7 +41,7 @@ from .forward_positions import key_offsets, query_offsets
 from .forward_results import load_rows, load_sums, no_maxima, write_results
 from .forward_softmax import score_tile, weigh_tile
 from .forward_transfers import ForwardMemory, Turns, next_first_query, produce, read
-from .hardware_barriers import arrive_at, begin, read_number, sync_at, wait_until_full
+from .hardware_barriers import arrive_at, begin, phase_of, read_number, sync_at, wait_until_full
 from .head_tiles import in_two_pieces, product_of_heads, stage_of, stages_of_heads, stages_of_tiles
 from .layouts import CONSUMER_ROWS, product_layout, row_layout, single_layout
 from .plans import SINGLE_WARP_REGISTERS
@@ -70,7 +70,7 @@ def forward(
     offsets = gl.allocate_shared_memory(gl.float32, [2 * STAGES, PLAN.kv_tile], SINGLE) if F.slopes else queries
     shared = ForwardMemory(
         queries,
-        gl.allocate_shared_memory(gl.int64, [PLAN.q_stages, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER),
         stages_of_heads(TYPE, STAGES, STAGES, PLAN.kv_tile, F.head_dim),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], SINGLE),
@@ -83,7 +83,7 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         offsets,
     )
-    begin(shared.q_full, PLAN.q_stages)
+    begin(shared.q_full, Q_STAGES)
     begin(shared.k_full, STAGES)
     begin(shared.v_full, STAGES)
     if in_two_pieces(F.value_dim):
@@ -161,18 +161,21 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
         masked = read(shared, "masked", turns_done % 2)
         whole = read(shared, "whole", turns_done % 2)
         start = first_query + CONSUMER * CONSUMER_ROWS
-        # Two products are in flight together: the scores of this turn's first step, and the weighted values of the
-        # previous turn's last step. In the first turn the second product has no meaning, and its result is not used.
-        q = stage_of(shared.q, (turns_done % PLAN.q_stages) * PLAN.consumers + CONSUMER)
-        wait_until_full(shared.q_full, turns_done, PLAN.q_stages)
+        end = steps_done + masked + whole - 1
+        # Two products are in flight together: the weighted values of the previous turn's last step, which need not wait
+        # for this turn's queries, and the scores of this turn's first step. In the first turn the first product has no
+        # meaning, and its result is not used.
+        q_stage = turns_done % PLAN.q_stages * PLAN.consumers + CONSUMER
+        q = stage_of(shared.q, q_stage)
+        last_stage = (steps_done + PLAN.kv_stages - 1) % PLAN.kv_stages
+        last = steps_done - 1
+        acc = softmax.acc if PLAN.bounded else rescale(softmax.acc, softmax.shrink)
+        acc = add_values(acc, softmax.weights, shared, last_stage, last, turns_done > 0, F.value_dim, PLAN)
+        mbarrier.wait(shared.q_full.index(q_stage), phase_of(turns_done, PLAN.q_stages))
         wait_until_full(shared.k_full, steps_done, PLAN.kv_stages)
         k = stage_of(shared.k, steps_done % PLAN.kv_stages)
         _wait_for_order(CONSUMER, PLAN)
         s = product_of_heads(q, k, F.head_dim)
-        acc = softmax.acc if PLAN.bounded else rescale(softmax.acc, softmax.shrink)
-        last_stage = (steps_done + PLAN.kv_stages - 1) % PLAN.kv_stages
-        last = steps_done - 1
-        acc = add_values(acc, softmax.weights, shared, last_stage, last, turns_done > 0, F.value_dim, PLAN)
         _pass_order(CONSUMER, PLAN)
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, head_number, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
@@ -189,8 +192,9 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
         old_tops, old_total = softmax.tops, softmax.total
         tops, total_before = load_rows(BEFORE, start, batch, head_number, F, PLAN)
         total = as_quads(total_before)
-        s = warpgroup_mma_wait(accumulators(F.value_dim), deps=[s])
+        s = warpgroup_mma_wait(0, deps=[s])
         arrive_at("k_empty", steps_done % PLAN.kv_stages, PLAN)
+        _free_queries(steps_done, end, CONSUMER, PLAN)
         keys = _spread_keys(loaded_keys, F, PLAN, PLAN.masked)
         s, base, tops, shrink = score_tile(s, tops, own, keys, bias, of_keys, F, PLAN.masked, PLAN)
         p, total = weigh_tile(s, base, shrink, total, drawn, F, PLAN)
@@ -214,11 +218,9 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
         softmax = Softmax(acc, pack(p, q[0].dtype), total, tops, ones)
         steps_done += 1
         if F.dropout and counter < 0:
-            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, CONSUMER, True, F, PLAN)
+            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, end, CONSUMER, True, F, PLAN)
         else:
-            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, CONSUMER, False, F, PLAN)
-        if PLAN.q_stages == 1:
-            arrive_at("q_empty", 0, PLAN)
+            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, end, CONSUMER, False, F, PLAN)
         turns_done += 1
         first_query = next_first_query(shared, turns_done)
     if turns_done > 0:
@@ -248,26 +250,34 @@ def _pass_order(CONSUMER: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _free_queries(step, end, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
+    """Lets the producer fetch this consumer's queries of the next turn, if they have one stage and this step, whose
+    scores are computed, is the last of the turn (`end`)."""
+    if PLAN.q_stages == 1 and step == end:
+        arrive_at("q_empty", CONSUMER, PLAN)
+
+
+@gluon.jit
 def _other_steps(
-    softmax, own, steps_done, masked, whole, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
+    softmax, own, steps_done, masked, whole, end, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes the steps of a turn after its first. `OWN_DRAWS`: each entry has a dropout draw of its own."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
-            softmax = _step(softmax, own, steps_done, CONSUMER, OWN_DRAWS, F, True, PLAN)
+            softmax = _step(softmax, own, steps_done, end, CONSUMER, OWN_DRAWS, F, True, PLAN)
             steps_done += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        softmax = _step(softmax, own, steps_done, CONSUMER, OWN_DRAWS, F, False, PLAN)
+        softmax = _step(softmax, own, steps_done, end, CONSUMER, OWN_DRAWS, F, False, PLAN)
         steps_done += 1
     return softmax, steps_done
 
 
 @gluon.jit
 def _step(
-    softmax, own, step, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
+    softmax, own, step, end, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Step `step` of the program: computes a key tile's scores together with the last tile's weighted values."""
@@ -298,6 +308,7 @@ def _step(
         acc = acc[0], warpgroup_mma_wait(1, deps=[acc[1]])
         arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)
+    _free_queries(step, end, CONSUMER, PLAN)
     softmax_first(step)
     p, total = weigh_tile(s, base, shrink, softmax.total, drawn, F, PLAN)
     acc = wait_for_sums(acc)

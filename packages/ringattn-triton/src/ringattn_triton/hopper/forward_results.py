@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..kernels.scores import LOG2_E, continued_rows, final_rows
 from .forward_transfers import read
 from .hardware_barriers import arrive_at
-from .head_tiles import dims_of, in_two_pieces, tile_offsets
+from .head_tiles import dims_of, tile_offsets
 from .layouts import CONSUMER_ROWS, product_layout, row_layout, store_layout
 from .sums import accumulator, accumulators, as_column
 
@@ -112,11 +112,8 @@ def write_results(acc, tops, total, shared, turn, CONSUMER: gl.constexpr, AFTER,
 @gluon.jit
 def _store(out, start, batch, head, OUT, NUMBER: gl.constexpr, F: gl.constexpr):
     """Writes accumulator `NUMBER` of the outputs from registers to global memory."""
-    # A product leaves two neighbouring numbers in a thread, four bytes of half precision; threads can exchange numbers
-    # to have sixteen. A bias leaves no shared memory for the exchange, nor do values in two pieces.
     WIDTH: gl.constexpr = out.shape[1]
     HALF: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    EXCHANGED: gl.constexpr = HALF and WIDTH > 64 and not F.bias and not in_two_pieces(F.value_dim)
-    LAYOUT: gl.constexpr = store_layout(WIDTH) if EXCHANGED else product_layout(WIDTH)
+    LAYOUT: gl.constexpr = store_layout(WIDTH) if HALF else product_layout(WIDTH)
     at, within = _offsets(start, batch, head, NUMBER, LAYOUT, F)
     gl.store(OUT + at, gl.convert_layout(out, LAYOUT), mask=within)

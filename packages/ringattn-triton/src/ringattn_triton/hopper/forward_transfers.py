@@ -101,7 +101,9 @@ def produce(shared, ARRAYS, P, turns, F: gl.constexpr, T: gl.constexpr, BATCH: g
     For each turn that has tiles:
     1. It waits until the consumers have finished the turn before the previous one, unless step 6 did so, and begins to
        store the results of that turn.
-    2. It announces the turn to the consumers, and fetches its queries.
+    2. It announces the turn to the consumers, and fetches its queries, if these have two stages. Otherwise it fetches
+       them after the first tile of step 3 or 5, for each consumer as soon as its last scores of the turn before are
+       computed.
     3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before, which may
        be the last of the previous turn.
     4. It takes the next turn, and looks up which tiles that turn visits.
@@ -140,6 +142,8 @@ def produce(shared, ARRAYS, P, turns, F: gl.constexpr, T: gl.constexpr, BATCH: g
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, keys, tile, fetched, F, PLAN)
+            if PLAN.q_stages == 1 and step == 0:
+                _fetch_queries(shared, tiles, turn, announced - 1, F, PLAN)
         # The next turn is looked up while consumers have tiles to work on.
         number = gl.atomic_add(turns.counter, 1, sem="relaxed")
         following = _turn_of(number, turns, F, T)
@@ -148,6 +152,8 @@ def produce(shared, ARRAYS, P, turns, F: gl.constexpr, T: gl.constexpr, BATCH: g
             tile = ahead
             ahead = whole_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, keys, tile, fetched, F, PLAN)
+            if PLAN.q_stages == 1 and (step == visited.whole_from) & (masked == 0):
+                _fetch_queries(shared, tiles, turn, announced - 1, F, PLAN)
             # After the third tile this wait is short. Before the first tile it would never end.
             if PLAN.results_by_tma and step == visited.whole_from + 2 and announced > 1:
                 _release(shared, announced % 2, tiles, PLAN)
@@ -193,22 +199,28 @@ def _turn_of(number, turns, F: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.constexpr, PLAN: gl.constexpr):
     """Steps 1 and 2 of `produce` for `turn`, number `number` of this program. `released`: step 6 was done before."""
-    CONSUMERS: gl.constexpr = PLAN.consumers
     first_query = turn.query_tile * PLAN.q_tile
     if number > 1 and released == 0:
         _release(shared, number % 2, tiles, PLAN)
     _announce(shared, number, (first_query, turn.batch, turn.head, masked, whole))
-    stage = number % PLAN.q_stages
-    q_full = shared.q_full.index(stage)
-    if PLAN.q_stages == 1 and number > 0:
-        sync_at("q_empty", 0, PLAN)
+    if PLAN.q_stages == 2:
+        _fetch_queries(shared, tiles, turn, number, F, PLAN)
+
+
+@gluon.jit
+def _fetch_queries(shared, tiles, turn, number, F: gl.constexpr, PLAN: gl.constexpr):
+    """Fetches the queries of `turn`, number `number` of this program, into the stage of each consumer."""
+    CONSUMERS: gl.constexpr = PLAN.consumers
     if PLAN.results_by_tma:
-        tma.store_wait(0)  # until the results that lay in the stage have been read
-    mbarrier.expect(q_full, PLAN.q_tile * padded_size(F.head_dim) * 2)
-    token = first_query + turn.batch * F.q_length
+        tma.store_wait(0)  # until the results that lay in the stages have been read
+    token = turn.query_tile * PLAN.q_tile + turn.batch * F.q_length
     for consumer in gl.static_range(CONSUMERS):
-        own_token = token + consumer * CONSUMER_ROWS
-        fetch_heads(tiles.q, turn.head, own_token, q_full, stage_of(shared.q, stage * CONSUMERS + consumer))
+        stage = number % PLAN.q_stages * CONSUMERS + consumer
+        if PLAN.q_stages == 1 and number > 0:
+            sync_at("q_empty", consumer, PLAN)
+        full = shared.q_full.index(stage)
+        mbarrier.expect(full, CONSUMER_ROWS * padded_size(F.head_dim) * 2)
+        fetch_heads(tiles.q, turn.head, token + consumer * CONSUMER_ROWS, full, stage_of(shared.q, stage))
 
 
 @gluon.jit

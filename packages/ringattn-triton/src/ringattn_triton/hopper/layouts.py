@@ -46,10 +46,14 @@ def quad_layout(columns):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """`[64, columns]` two-byte numbers, of which a thread has sixteen contiguous bytes of a row."""
+    """`[64, columns]` two-byte numbers, of which a thread has eight contiguous bytes of a row, and four threads 32.
+
+    A product leaves four bytes in a thread and sixteen in four, half of what memory takes at once. For sixteen bytes
+    in a thread the exchange between threads would need shared memory.
+    """
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: columns.bit_length() - 2],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]][: columns.bit_length() - 2],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, columns],

@@ -32,7 +32,7 @@ class ForwardPlan:
     in_rotation: bool
     """Consumers begin their products one after another."""
     q_stages: int = 2
-    """With two, the queries of the next turn are fetched early."""
+    """With two, all queries of the next turn are fetched early."""
 
     # What follows from the call (`forward`); it may also replace `in_rotation` and `q_stages`.
     masked: bool = False
@@ -67,13 +67,14 @@ class ForwardPlan:
         """The first barrier of each name, and for how many threads it waits (`forward_kernel` has a table).
 
         Triton takes barriers from 0 on: one for all partitions, and one for each partition of several warps, three at
-        most. Barrier 4 is free too. With three consumers and three stages, the last barrier, 15, is used: the last two
-        names come last because such plans do not use them.
+        most. Barrier 4 is free too. With three consumers and three stages, the last barrier, 15, is used: `rest_empty`
+        comes last because such plans do not use it.
         """
         every = 32 + 128 * self.consumers
-        counts = {"order": self.consumers, "k_empty": self.kv_stages, "v_empty": self.kv_stages, "turn_done": 2}
-        counts |= {"q_empty": 1, "rest_empty": 1}
-        return _numbered(5, {name: (count, 256 if name == "order" else every) for name, count in counts.items()})
+        counts = {"k_empty": (self.kv_stages, every), "v_empty": (self.kv_stages, every), "turn_done": (2, every)}
+        counts |= {"order": (self.consumers, 256)} if self.in_rotation else {}
+        counts |= {"q_empty": (self.consumers, 160)} if self.q_stages == 1 else {}
+        return _numbered(5, counts | {"rest_empty": (1, every)})
 
 
 @dataclasses.dataclass(frozen=True)
