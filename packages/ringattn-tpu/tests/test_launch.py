@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel is one operation of a JAX program, interpreted on a CPU and compiled for a TPU."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Partial
@@ -19,6 +22,17 @@ def test_one_traced_program_is_interpreted_here_and_compiled_for_a_tpu():
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and 'kernel_name = "ringattn_forward"' in text
     assert "tpu_custom_call" not in lowered.as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_step_of_the_interpreter_computes_a_whole_array(dtype: jnp.dtype):
+    """Unless `launch` works round benchmarks/upstream/pallas_interpreter_copies.py, each step copies all inputs."""
+    block = make_block(2, 256, 256, heads=6, kv_heads=3, dim=48, dtype=dtype, causal=True, final=True)
+    text = jax.jit(lambda block: KERNEL.forward(block, None)).lower(block).compile().as_text()
+    body = text[text.index("\n%" + re.findall(r"while\(.*body=%?([\w.]+)", text)[-1] + " (") :].split("\n}")[0]
+    computed = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|fusion|convert)\(", body)
+    whole = [shape for shape in computed if np.prod([int(size) for size in shape.split(",")]) >= block.q.size // 2]
+    assert computed and whole == ["2,6,256,48"], whole  # of the results: what the step writes
 
 
 @pytest.mark.parametrize("out", [True, False])
