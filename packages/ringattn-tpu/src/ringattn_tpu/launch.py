@@ -64,7 +64,7 @@ class Operand(NamedTuple):
     at: Callable[[At], tuple[Any, ...]] | None = None
 
     def block_of(self, whole: Any, at: At) -> Any:
-        """A reference to the block of a step, from one to the whole array, which has no part of a block."""
+        """The block of a step, as a reference into the whole array, whose lengths are multiples of the block's."""
         assert self.block is not None and self.at is not None
         assert not any(length % (size or 1) for length, size in zip(whole.shape, self.block, strict=True))
         places = zip(self.at(at), self.block, strict=True)
@@ -187,29 +187,29 @@ def _pallas(
         index = operand.at
         if index is None:
             return pl.BlockSpec(memory_space=pl.ANY)
-        return pl.BlockSpec(operand.block, lambda *given: index(at(given[:4], *given[4 : 4 + few])))
+        return pl.BlockSpec(operand.block, lambda *given: index(at(given[:4], *given[4 : 4 + table_count])))
 
     def body(*refs: Any) -> None:
         listed, (blocks, outputs, scratch) = refs[0], refs[-3:]
         program = tuple(pl.program_id(axis) for axis in range(4))
-        place = at(program, *refs[:few])
-        read = {name: inputs[name].block_of(ref, place) for name, ref in zip(whole, refs[few:-3], strict=True)}
+        place = at(program, *refs[:table_count])
+        read = {name: inputs[name].block_of(ref, place) for name, ref in zip(whole, refs[table_count:-3], strict=True)}
         kernel(Step(listed[program[where[3]]], place, grid.members), blocks | read, outputs, scratch)
 
-    def written(dtype: Any) -> Any:
+    def dtype_of_output(dtype: Any) -> Any:
         return jnp.float32 if interpret is True and dtype == jnp.bfloat16 else dtype
 
-    few = len(arrays) - len(inputs)
-    given = dict(zip(inputs, arrays[few:], strict=True))
+    table_count = len(arrays) - len(inputs)
+    given = dict(zip(inputs, arrays[table_count:], strict=True))
     # In each step the interpreter copies every input that it divides into blocks, and converts all of an output in
-    # bfloat16 twice (benchmarks/upstream/pallas_interpreter_copies.py). So it gets inputs as tables, from which `body`
-    # takes the blocks, and outputs in float32.
+    # bfloat16 twice (benchmarks/upstream/pallas_interpreter_copies.py). So inputs whose memory no output takes are
+    # passed whole, as tables, from which `body` takes the blocks, and outputs in bfloat16 are float32 until the end.
     whole = {name: given.pop(name) for name in inputs if interpret is True and name not in outputs}
-    tables = (*arrays[:few], *whole.values())
+    tables = (*arrays[:table_count], *whole.values())
     places = {name: len(tables) + n for n, name in enumerate(sorted(given))}  # the leaves of a dict are sorted
     varying = jax.typeof(tables[0]).manual_axis_type
     shapes = {
-        name: jax.ShapeDtypeStruct(operand.array.shape, written(operand.array.dtype), manual_axis_type=varying)
+        name: jax.ShapeDtypeStruct(operand.array.shape, dtype_of_output(operand.array.dtype), manual_axis_type=varying)
         for name, operand in outputs.items()
     }
     results = pl.pallas_call(

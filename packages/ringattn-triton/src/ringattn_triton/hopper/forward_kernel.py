@@ -21,11 +21,11 @@ threads count both who arrives and who waits. A consumer has 128 threads:
 | v_empty | stage of values | consumers | producer, 32 | they are done with the stage |
 | rest_empty | - | consumers | producer, 32 | they are done with the second piece |
 | turn_done | stage of turns | consumers | producer, 32 | a turn's results are written, or lie in shared memory |
-| q_empty | consumer | this consumer, 128 | producer, 32 | it needs its queries no more, if they have one stage |
+| q_empty | consumer | this consumer, 128 | producer, 32 | its last scores of the turn are computed |
 
-If queries have two stages, turn_done says that those of the turn are free too. No consumer arrives twice at a hardware
-barrier before the producer has waited once: the producer waits before it fills a stage again, and consumers read the
-stage only then.
+q_empty is for queries with one stage; with two, turn_done says that those of the turn are free too. No consumer arrives
+twice at a hardware barrier before the producer has waited once: the producer waits before it fills a stage again, and
+consumers read the stage only then.
 """
 
 from typing import Any, NamedTuple
@@ -235,8 +235,8 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
 def _wait_for_order(CONSUMER: gl.constexpr, PLAN: gl.constexpr):
     """Waits, if consumers use the tensor cores in rotation, until consumer `CONSUMER` may begin its products.
 
-    A consumer begins both products of a step when the consumer before it has begun its own. Its softmax then overlaps
-    with the products of the others.
+    A consumer begins the products of a step when the consumer before it has begun its own, but in the first step of a
+    turn the product of the last values earlier. Its softmax then overlaps with the products of the others.
     """
     if PLAN.in_rotation:
         sync_at("order", CONSUMER, PLAN)

@@ -102,8 +102,8 @@ def produce(shared, ARRAYS, P, turns, F: gl.constexpr, T: gl.constexpr, BATCH: g
     1. It waits until the consumers have finished the turn before the previous one, unless step 6 did so, and begins to
        store the results of that turn.
     2. It announces the turn to the consumers, and fetches its queries, if these have two stages. Otherwise it fetches
-       them after the first tile of step 3 or 5, for each consumer as soon as its last scores of the turn before are
-       computed.
+       them after the turn's first tile, consumer by consumer, and waits for each until its last scores of the turn
+       before are computed.
     3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before, which may
        be the last of the previous turn.
     4. It takes the next turn, and looks up which tiles that turn visits.

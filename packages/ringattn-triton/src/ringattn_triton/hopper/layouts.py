@@ -48,8 +48,8 @@ def quad_layout(columns):
 def store_layout(columns):
     """`[64, columns]` two-byte numbers, of which a thread has eight contiguous bytes of a row, and four threads 32.
 
-    A product leaves four bytes in a thread and sixteen in four, half of what memory takes at once. For sixteen bytes
-    in a thread the exchange between threads would need shared memory.
+    A product leaves four bytes in a thread and sixteen in the four of a row; memory is written in sectors of 32. The
+    exchange for eight bytes in a thread needs no shared memory, one for sixteen would.
     """
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]][: columns.bit_length() - 2],

@@ -32,7 +32,8 @@ class ForwardPlan:
     in_rotation: bool
     """Consumers begin their products one after another."""
     q_stages: int = 2
-    """With two, all queries of the next turn are fetched early."""
+    """With two, the next turn's queries are fetched before this turn ends; with one, those of a consumer when its last
+    scores of this turn are computed."""
 
     # What follows from the call (`forward`); it may also replace `in_rotation` and `q_stages`.
     masked: bool = False
