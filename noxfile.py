@@ -74,7 +74,7 @@ ALL_BUT_TPU = ("packages", f"--ignore={TPU}")
 INTERPRETED = ("triton", "tpu")
 SUITE = "ringattn_conformance.suite"
 # Minutes of each part of `nox -s conformance` on two idle cores.
-MINUTES = {"build": 1, "xla": 6, "triton": 2, "tpu": 6}
+MINUTES = {"build": 1, "xla": 5, "triton": 2, "tpu": 5}
 # The examples of third-party backends, by the name that each registers.
 THIRD_PARTIES = {"example": "third-party-backend", "example-ring": "third-party-ring"}
 # Fails where Python finds one of these modules outside the environment of the session.
