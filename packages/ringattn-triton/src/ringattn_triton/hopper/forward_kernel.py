@@ -137,6 +137,7 @@ class OwnQueries(NamedTuple):
     start: Any  # the number of the first query
     counter: Any  # the dropout counter of the first query (`dropout.counter_of_queries`)
     batch: Any
+    end: Any  # the last step of the turn
 
 
 @gluon.jit
@@ -184,7 +185,7 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
         bias = _load_bias(shared, steps_done, CONSUMER, F, PLAN)
         of_keys = key_offsets(shared, steps_done, F, PLAN)
         counter = counter_of_queries(P, batch, first_query, CONSUMER, F, PLAN)
-        own = OwnQueries(shared, P, q, queries, offsets, head, start, counter, batch)
+        own = OwnQueries(shared, P, q, queries, offsets, head, start, counter, batch, end)
         if F.dropout and counter < 0:
             drawn = _draws(own, steps_done, True, F, PLAN)
         else:
@@ -194,7 +195,7 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
         total = as_quads(total_before)
         s = warpgroup_mma_wait(0, deps=[s])
         arrive_at("k_empty", steps_done % PLAN.kv_stages, PLAN)
-        _free_queries(steps_done, end, CONSUMER, PLAN)
+        _free_queries(own, steps_done, CONSUMER, PLAN)
         keys = _spread_keys(loaded_keys, F, PLAN, PLAN.masked)
         s, base, tops, shrink = score_tile(s, tops, own, keys, bias, of_keys, F, PLAN.masked, PLAN)
         p, total = weigh_tile(s, base, shrink, total, drawn, F, PLAN)
@@ -218,9 +219,9 @@ def _consume(CONSUMER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, 
         softmax = Softmax(acc, pack(p, q[0].dtype), total, tops, ones)
         steps_done += 1
         if F.dropout and counter < 0:
-            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, end, CONSUMER, True, F, PLAN)
+            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, CONSUMER, True, F, PLAN)
         else:
-            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, end, CONSUMER, False, F, PLAN)
+            softmax, steps_done = _other_steps(softmax, own, steps_done, masked, whole, CONSUMER, False, F, PLAN)
         turns_done += 1
         first_query = next_first_query(shared, turns_done)
     if turns_done > 0:
@@ -250,34 +251,34 @@ def _pass_order(CONSUMER: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _free_queries(step, end, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
-    """Lets the producer fetch this consumer's queries of the next turn, if they have one stage and this step, whose
-    scores are computed, is the last of the turn (`end`)."""
-    if PLAN.q_stages == 1 and step == end:
+def _free_queries(own, step, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
+    """After the scores of a turn's last step: lets the producer replace this consumer's queries, if they have one
+    stage."""
+    if PLAN.q_stages == 1 and step == own.end:
         arrive_at("q_empty", CONSUMER, PLAN)
 
 
 @gluon.jit
 def _other_steps(
-    softmax, own, steps_done, masked, whole, end, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
+    softmax, own, steps_done, masked, whole, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes the steps of a turn after its first. `OWN_DRAWS`: each entry has a dropout draw of its own."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
-            softmax = _step(softmax, own, steps_done, end, CONSUMER, OWN_DRAWS, F, True, PLAN)
+            softmax = _step(softmax, own, steps_done, CONSUMER, OWN_DRAWS, F, True, PLAN)
             steps_done += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        softmax = _step(softmax, own, steps_done, end, CONSUMER, OWN_DRAWS, F, False, PLAN)
+        softmax = _step(softmax, own, steps_done, CONSUMER, OWN_DRAWS, F, False, PLAN)
         steps_done += 1
     return softmax, steps_done
 
 
 @gluon.jit
 def _step(
-    softmax, own, step, end, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
+    softmax, own, step, CONSUMER: gl.constexpr, OWN_DRAWS: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Step `step` of the program: computes a key tile's scores together with the last tile's weighted values."""
@@ -308,7 +309,7 @@ def _step(
         acc = acc[0], warpgroup_mma_wait(1, deps=[acc[1]])
         arrive_at("rest_empty", 0, PLAN)
         base = after_barriers(base, shared.tiles)
-    _free_queries(step, end, CONSUMER, PLAN)
+    _free_queries(own, step, CONSUMER, PLAN)
     softmax_first(step)
     p, total = weigh_tile(s, base, shrink, softmax.total, drawn, F, PLAN)
     acc = wait_for_sums(acc)

@@ -152,7 +152,7 @@ def produce(shared, ARRAYS, P, turns, F: gl.constexpr, T: gl.constexpr, BATCH: g
             tile = ahead
             ahead = whole_tile(visited, step + 1, T)
             fetched = _fetch_tile(shared, tiles, P, keys, tile, fetched, F, PLAN)
-            if PLAN.q_stages == 1 and (step == visited.whole_from) & (masked == 0):
+            if PLAN.q_stages == 1 and masked == 0 and step == visited.whole_from:
                 _fetch_queries(shared, tiles, turn, announced - 1, F, PLAN)
             # After the third tile this wait is short. Before the first tile it would never end.
             if PLAN.results_by_tma and step == visited.whole_from + 2 and announced > 1:

@@ -46,10 +46,10 @@ def quad_layout(columns):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """`[64, columns]` two-byte numbers, of which a thread has eight contiguous bytes of a row, and four threads 32.
+    """The layout in which results in half precision are stored: each thread has eight contiguous bytes of a row.
 
-    A product leaves four bytes in a thread and sixteen in the four of a row; memory is written in sectors of 32. The
-    exchange for eight bytes in a thread needs no shared memory, one for sixteen would.
+    The four threads that share a row so write 32 bytes, a sector of memory. A product leaves them four bytes each. The
+    exchange for sixteen bytes each would need shared memory.
     """
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]][: columns.bit_length() - 2],
