@@ -129,10 +129,10 @@ LOCKS = [*locked(asked())]
 def workers() -> str:
     """How many processes pytest starts: two, or one on a machine of one core or of less than 6 GB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    group_of_this = Path("/proc/self/cgroup")
-    name = group_of_this.read_text().strip().rpartition(":")[2] if group_of_this.is_file() else ""
-    limits = [Path(f"/sys/fs/cgroup{one}/memory.max") for one in ("", name)]
-    limits.append(Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of the first version of cgroups
+    told = Path("/proc/self/cgroup")
+    names = ["", *(line.split(":", 2)[2] for line in (told.read_text().splitlines() if told.is_file() else ()))]
+    files = ("/sys/fs/cgroup{}/memory.max", "/sys/fs/cgroup/memory{}/memory.limit_in_bytes")  # version 2, version 1
+    limits = [Path(file.format(name)) for name in names for file in files]
     bytes_there = [int(text) for path in limits if path.is_file() and (text := path.read_text().strip()).isdigit()]
     if hasattr(os, "sysconf"):
         bytes_there.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -260,9 +260,13 @@ BY_ROW: Final = {
 BY_KEY: Final = {"k": 1, "v": 1, "kv_positions": 1, "kv_ids": 1, "bias": 3, "mask": 3, "built": 3, "kept": 3}
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=96)
 def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
-    """A call as one block of all queries and keys in natural order, with zeros in the padding, and its inputs."""
+    """A call as one block of all queries and keys in natural order, with zeros in the padding, and its inputs.
+
+    The block has a case of its own. So what a case keeps, its inputs and the oracle's answer, goes with the block.
+    """
+    case = dataclasses.replace(case)
     inputs = case.inputs
     problem = inputs.problem
     (q_positions, kv_positions), (q_ids, kv_ids) = oracle.positions(problem), (problem.q_segments, problem.kv_segments)
