@@ -85,10 +85,12 @@ def dense_mask(workload: Workload) -> jax.Array | None:
 
 
 def _jax_nn(implementation: Any, workload: Workload, mesh: Mesh | None) -> Attention:
+    # JAX gives a window to cuDNN, which obeys it only under a causal mask.
+    nothing_later = workload.causal or (workload.window is not None and workload.window[1] == 0)
     return functools.partial(
         jax.nn.dot_product_attention,
         mask=dense_mask(workload),
-        is_causal=workload.causal and not workload.decode,
+        is_causal=nothing_later and not workload.decode,
         local_window_size=workload.window,
         implementation=implementation,
     )
