@@ -7,7 +7,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import ctypes
 import gc
 import logging
 import sys
@@ -45,27 +44,12 @@ if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAtt
     LRUCache.put = keep_whole
 
 
-def size() -> int:
-    """The bytes that this process has in memory; 0 where the system does not tell."""
-    pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.is_file() else 0
-
-
-largest = 1.2e9
-"""How large a worker may become before it drops its compiled programs: a machine of 4 GB has to hold one."""
-
-
 @pytest.fixture(autouse=True)
 def _drop_programs() -> Iterator[None]:
-    """After a test, if this process has become large. What later tests share with earlier ones is compiled again."""
-    global largest
     yield
-    if size() > largest:
-        jax.clear_caches()
-        gc.collect()
-        # Without this glibc keeps most of what is now free.
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
-        largest = max(largest, 1.3 * size())
+    from ringattn_conformance import memory
+
+    memory.drop_programs()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import jax
 import pytest
 from ringattn_core.backends import discovery
 
-from ringattn_conformance import comparison, ranks, tiers
+from ringattn_conformance import comparison, memory, ranks, tiers
 
 OPTIMISED: Final = "test_numerics"
 """The module whose tests always run with XLA's full optimisation, as users compile."""
@@ -41,3 +41,9 @@ def device_of_the_worker() -> Iterator[None]:
     else:
         with jax.default_device(first):
             yield
+
+
+@pytest.fixture(autouse=True)
+def _drop_programs() -> Iterator[None]:
+    yield
+    memory.drop_programs()
