@@ -129,10 +129,11 @@ LOCKS = [*locked(asked())]
 def workers() -> str:
     """How many processes pytest starts: two, or one on a machine of one core or of less than 6 GB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    told = Path("/proc/self/cgroup")
-    names = ["", *(line.split(":", 2)[2] for line in (told.read_text().splitlines() if told.is_file() else ()))]
-    files = ("/sys/fs/cgroup{}/memory.max", "/sys/fs/cgroup/memory{}/memory.limit_in_bytes")  # version 2, version 1
-    limits = [Path(file.format(name)) for name in names for file in files]
+    groups = Path("/proc/self/cgroup")
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    inner = [Path("/"), *(Path(line.split(":", 2)[2]) for line in lines)]
+    files = ("/sys/fs/cgroup{}/memory.max", "/sys/fs/cgroup/memory{}/memory.limit_in_bytes")  # cgroups v2, v1
+    limits = [Path(file.format(group)) for one in inner for group in (one, *one.parents) for file in files]
     bytes_there = [int(text) for path in limits if path.is_file() and (text := path.read_text().strip()).isdigit()]
     if hasattr(os, "sysconf"):
         bytes_there.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -243,7 +244,7 @@ def install_for_quick(session: nox.Session) -> None:
 
 @nox.session(python=SUPPORTED[0][0])
 def tests(session: nox.Session) -> None:
-    """Every test of the packages and of the repository, on one JAX."""
+    """The tests of the packages and of the repository, on one JAX, but those marked as `exhaustive`."""
     _, jax, compilers = SUPPORTED[0]
     install_for_tests(session, jax, compilers)
     run_tests(session, LIBTPU, (TPU, *(f"--ignore={path}" for path in LIBTPU)), ("tests",), ALL_BUT_TPU)
@@ -279,7 +280,7 @@ def exhaustive(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def hosts(session: nox.Session) -> None:
     """The adapters beside the released libraries, rings of other kernels, and bugs of JAX that we work round."""
-    install(session, *group("hosts"), *EVERYWHERE)
+    install(session, *group("hosts"), *EVERYWHERE, str(ROOT / "conformance"))
     # Whole, these bring a training stack each; only the files that the tests read are needed.
     examples = [f"./examples/third-party-{name}" for name in ("triton", "fa4", "tokamax")]
     install(session, "--no-deps", *group("hosts-in-part"), *examples)
@@ -288,7 +289,6 @@ def hosts(session: nox.Session) -> None:
     for target in ("sm_90a", "sm_100a"):
         session.run("pytest", "-Wignore", "examples/third-party-fa4/tests", env=CPU | {"CUTE_DSL_ARCH": target})
         session.run("pytest", "-Wignore", "examples/third-party-tokamax/tests", "-k", target, env=CPU)
-    install(session, str(ROOT / "conformance"))
     certify = ("ringattn-conformance", "run", "example-fa4", "--tier", "core", "-n", workers())
     session.run(*certify, env=hurried(session, *NO_OPTIMISER))
     install(session, *group("jax"), "--upgrade", "jax-triton")
@@ -321,9 +321,9 @@ def run_tests(session: nox.Session, *parts: Sequence[str]) -> None:
 
 
 def announce(session: nox.Session, part: str) -> None:
-    """Says how long `nox -s conformance` takes."""
-    total = sum(MINUTES.values())
-    session.log(f"about {MINUTES[part]} of the {total} minutes that nox -s conformance takes on two idle cores")
+    """Says how long a part of `nox -s conformance` takes, unless the command line says which tests it runs."""
+    if not session.posargs:
+        session.log(f"about {MINUTES[part]} of {sum(MINUTES.values())} minutes of nox -s conformance on two idle cores")
 
 
 @nox.session

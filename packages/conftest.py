@@ -46,8 +46,9 @@ if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAtt
 
 @pytest.fixture(autouse=True)
 def _drop_programs() -> Iterator[None]:
+    """After a test, if this process has become large. What later tests share with earlier ones is compiled again."""
     yield
-    from ringattn_conformance import memory
+    from ringattn_conformance import memory  # not before the hook of core's conftest
 
     memory.drop_programs()
 

@@ -3,16 +3,19 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ringattn_tools.main import parsed
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:\$ )?ringattn (.*)$|`ringattn (explain --query [^`]*)`", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page != README and CODE.search(page.read_text())]
 # What docs/quickstart.md says holds for every page.
 EIGHT_DEVICES = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
@@ -45,6 +48,13 @@ def test_the_readme_example_runs_as_it_is_pasted(tmp_path: Path):
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
     result = run(EIGHT_DEVICES + "\n".join(CODE.findall(page.read_text())), tmp_path)
     assert result.returncode == 0, f"{page}:\n{result.stdout}\n{result.stderr}"
+
+
+def test_every_command_of_a_page_has_arguments_that_are_read():
+    given = [one or other for page in PAGES for one, other in COMMAND.findall(page.read_text())]
+    assert len(given) > 8
+    for words in given:
+        parsed(shlex.split(words, comments=True))
 
 
 def test_the_pictures_of_the_backward_pass_are_up_to_date(monkeypatch: pytest.MonkeyPatch):

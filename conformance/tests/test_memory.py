@@ -15,7 +15,7 @@ def test_programs_are_dropped_only_by_a_process_that_is_large(large: bool, monke
         times.append(x)
         return x
 
-    monkeypatch.setattr(memory, "_largest", -1.0 if large else 1e18)
+    monkeypatch.setattr(memory, "_limit", -1.0 if large else 1e18)
     traced(1.0)
     memory.drop_programs()
     traced(1.0)
@@ -23,7 +23,7 @@ def test_programs_are_dropped_only_by_a_process_that_is_large(large: bool, monke
 
 
 def test_a_process_that_stays_large_does_not_drop_its_programs_at_each_test(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "_largest", -1.0)
+    monkeypatch.setattr(memory, "_limit", -1.0)
     memory.drop_programs()
     monkeypatch.setattr(jax, "clear_caches", lambda: pytest.fail("dropped again"))
     memory.drop_programs()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-_largest = 1.2e9
+_limit = 1.2e9
+"""It rises to 1.3 times what is left, so that a process that stays large does not drop its programs at each test."""
 
 
 def size() -> int:
@@ -19,10 +20,10 @@ def size() -> int:
 
 def drop_programs() -> None:
     """Drops JAX's compiled programs if this process has become large. What is needed again is compiled again."""
-    global _largest
-    if size() > _largest:
+    global _limit
+    if size() > _limit:
         jax.clear_caches()
         gc.collect()
         # Without this glibc keeps most of what is now free.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
-        _largest = max(_largest, 1.3 * size())
+        _limit = max(_limit, 1.3 * size())

@@ -44,6 +44,7 @@ def device_of_the_worker() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _drop_programs() -> Iterator[None]:
+def programs_dropped() -> Iterator[None]:
+    """After a test, if this process has become large."""
     yield
     memory.drop_programs()

@@ -36,11 +36,8 @@ _DECIDED: Final = ("B", "T", "S", "N", "K", "H")
 """The letters of the axes whose lengths the shapes of query and key decide."""
 
 
-def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
-    """Adds the arguments that `AbstractCall.of` reads, and `--backend`.
-
-    `ring` is the default of `--ring`; with `None`, the user must pass `--ring`.
-    """
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `AbstractCall.of` reads, and `--backend`."""
     given = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
     given.add_argument(
         "--query", type=numbers("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
@@ -53,8 +50,7 @@ def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
         "--dtype", type=lambda text: _DTYPES.get(text, text), choices=DTYPES, default="bfloat16",
         metavar="DTYPE", help="bfloat16 (default), float16 or float32",
     )  # fmt: skip
-    of_ring = "ranks of the ring" + ("" if ring is None else f"; {ring} by default")
-    given.add_argument("--ring", type=int, default=ring, required=ring is None, metavar="D", help=of_ring)
+    given.add_argument("--ring", type=int, default=1, metavar="D", help="ranks of the ring; 1 by default")
     given.add_argument(
         "--layout", default="contiguous", help="order of the tokens: contiguous (default), zigzag or striped"
     )

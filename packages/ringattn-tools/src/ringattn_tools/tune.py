@@ -28,7 +28,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
         "Runs a backend's kernel with each of its candidate configurations, forward and backward, on arrays of these "
         "shapes, on a device of this machine. Stores the fastest, and later calls use it."
     )
-    call_arguments.add(parser, ring=1)
+    call_arguments.add(parser)
     parser.add_argument(
         "--segments", dest="documents", action="store_const", const=(), help="segment ids; their lengths do not matter"
     )

@@ -264,7 +264,7 @@ BY_KEY: Final = {"k": 1, "v": 1, "kv_positions": 1, "kv_ids": 1, "bias": 3, "mas
 def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
     """A call as one block of all queries and keys in natural order, with zeros in the padding, and its inputs.
 
-    The block has a case of its own. So what a case keeps, its inputs and the oracle's answer, goes with the block.
+    The block has a case of its own. So what a case keeps, its inputs and the oracle's answer, is freed with the block.
     """
     case = dataclasses.replace(case)
     inputs = case.inputs
