@@ -232,7 +232,8 @@ def test_tokamax_s_sum_of_dout_and_out_is_delta_where_dout_is_zero_too(tokamax: 
 def test_a_window_of_1024_in_a_ring_of_tokamax_sends_1024_rows(tokamax: Any):
     """Traced only: each rank has 4,096 tokens."""
     x = jax.ShapeDtypeStruct((1, 4 * 4096, 2, 64), jnp.bfloat16)
-    mesh, split = jax.sharding.AbstractMesh((4,), ("sp",)), jax.sharding.PartitionSpec(None, "sp")
+    split, automatic = jax.sharding.PartitionSpec(None, "sp"), (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("sp",), axis_types=automatic)
     here = dataclasses.replace(descriptor(TOKAMAX), platforms=("cpu",), probe=None)
     options = {"causal": True, "sliding_window": 1023, "axis_name": "sp"}
     with registered(here):
